@@ -1,0 +1,1 @@
+"""Data: sources, long tails, partitions, and the federation they make."""

@@ -1,0 +1,109 @@
+"""Examples: inputs and labels, kept as they lie on disk (uint8 pixels stay uint8) and made into network inputs a batch
+at a time."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from redgrape.data.augment import NO_AUGMENTATION, Augment
+from redgrape.errors import DataError
+
+
+@dataclass(frozen=True)
+class Pixels:
+    """How uint8 pixels become floats: (x / 255 - mean) / std, a number per channel or one for all."""
+
+    mean: tuple[float, ...] = (0.0,)
+    std: tuple[float, ...] = (1.0,)
+
+    def __call__(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        shape = (1, -1) + (1,) * (x.dim() - 2)
+        mean = torch.tensor(self.mean, dtype=dtype, device=x.device).reshape(shape)
+        std = torch.tensor(self.std, dtype=dtype, device=x.device).reshape(shape)
+        return (x.to(dtype) / 255 - mean) / std
+
+
+@dataclass(frozen=True)
+class Examples:
+    """x: [n, ...] floats or uint8 pixels; y: [n] class numbers. NumPy arrays are taken as they are, without a copy.
+
+    `rows` makes a view: these examples are x[rows], y[rows] of a larger array that is never copied, so that it may be
+    mapped from a file larger than memory.
+    """
+
+    x: Tensor
+    y: Tensor
+    pixels: Pixels = field(default_factory=Pixels)
+    augment: Augment = NO_AUGMENTATION
+    rows: Tensor | None = None
+    source: Any = None  # the NumPy array behind x, which knows the file it may be mapped from
+
+    def __post_init__(self) -> None:
+        if isinstance(self.x, np.ndarray):
+            object.__setattr__(self, "source", self.x)
+        x, y = _tensor(self.x), _tensor(self.y)
+        if y.dim() != 1 or len(x) != len(y):
+            raise DataError(
+                f"x has shape {tuple(x.shape)} and y {tuple(y.shape)}; y must hold one label for each row of x"
+            )
+        if y.is_floating_point() or y.dtype == torch.bool:
+            raise DataError(f"labels are {y.dtype}; they must be whole numbers 0 .. classes-1")
+        if not (x.is_floating_point() or x.dtype == torch.uint8):
+            raise DataError(f"inputs are {x.dtype}; pass floats, or pixels as uint8")
+        object.__setattr__(self, "x", x)
+        object.__setattr__(self, "y", y.long())
+
+    def __len__(self) -> int:
+        return len(self.y) if self.rows is None else len(self.rows)
+
+    @property
+    def labels(self) -> Tensor:
+        return self.y if self.rows is None else self.y[self.rows]
+
+    def take(self, rows: Any) -> Examples:
+        """The view of these rows."""
+        rows = torch.as_tensor(np.asarray(rows), dtype=torch.int64)
+        rows = rows if self.rows is None else self.rows[rows]
+        return Examples(self.x, self.y, self.pixels, self.augment, rows, self.source)
+
+    def inputs(self, rows: Tensor, dtype: torch.dtype, augment: torch.Generator | None = None) -> Tensor:
+        """Network inputs of these rows in freshly allocated memory, augmented where a generator is given."""
+        x = self.x[rows if self.rows is None else self.rows[rows]].contiguous()
+        x = self.pixels(x, dtype) if x.dtype == torch.uint8 else x.to(dtype)
+        return x if augment is None else self.augment(x, augment)
+
+    def check(self, num_classes: int, what: str) -> None:
+        """Raise DataError for a label outside the classes or an input that is not finite."""
+        if len(self) == 0:
+            return
+        labels = self.labels
+        low, high = int(labels.min()), int(labels.max())
+        if low < 0 or high >= num_classes:
+            raise DataError(f"{what}: label {low if low < 0 else high} is outside the classes 0 .. {num_classes - 1}")
+        if self.x.is_floating_point():
+            for start in range(0, len(self), 4096):  # in blocks: x may be larger than memory
+                block = torch.arange(start, min(start + 4096, len(self)))
+                finite = torch.isfinite(self.inputs(block, self.x.dtype).flatten(1)).all(dim=1)
+                if not finite.all():
+                    raise DataError(
+                        f"{what}: example {start + int((~finite).nonzero()[0])} has a value that is NaN or infinite"
+                    )
+
+
+def _tensor(value: Any) -> Tensor:
+    if isinstance(value, Tensor):
+        return value
+    array = np.asarray(value)
+    if array.dtype.kind not in "fiub":
+        raise DataError(f"an array of {array.dtype} cannot hold examples; pass numbers")
+    if any(stride < 0 for stride in array.strides):
+        array = np.ascontiguousarray(array)
+    with warnings.catch_warnings():  # torch warns of read-only arrays, which could be written to; we never write
+        warnings.simplefilter("ignore", UserWarning)
+        return torch.from_numpy(array)

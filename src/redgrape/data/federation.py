@@ -1,0 +1,147 @@
+"""A federation: which client holds which training examples, and the data for evaluation that no client ever sees."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from redgrape.data.examples import Examples
+from redgrape.errors import DataError
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    Rows = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Head, middle and tail: classes by training count, the first 30 % and the last 30 % (as in the paper's tables).
+    Where `tail` is given, as in the binary setting, those classes are the tail and all others the head."""
+
+    head: tuple[int, ...]
+    middle: tuple[int, ...]
+    tail: tuple[int, ...]
+
+    @classmethod
+    def by_count(cls, counts: Sequence[int], tail: Sequence[int] | None = None) -> Groups:
+        classes = len(counts)
+        order = sorted(range(classes), key=lambda c: (-counts[c], c))
+        if tail is not None:
+            return cls(tuple(c for c in order if c not in tail), (), tuple(c for c in order if c in tail))
+        first_tail = 7 * classes // 10
+        head = max(1, 3 * classes // 10) if classes > 1 else 0
+        return cls(tuple(order[:head]), tuple(order[head:first_tail]), tuple(order[max(head, first_tail) :]))
+
+
+class Federation:
+    """Clients 0 .. K-1 with their training examples, and a test set (with a validation set, where there is one).
+
+    Federation(clients=[Examples(x0, y0), Examples(x1, y1)], test=Examples(xt, yt), num_classes=4)
+    """
+
+    def __init__(
+        self,
+        clients: Sequence[Examples],
+        test: Examples,
+        num_classes: int,
+        *,
+        validation: Examples | None = None,
+        class_names: Sequence[str] | None = None,
+        tail: Sequence[int] | None = None,
+    ) -> None:
+        if not clients:
+            raise DataError("a federation of no clients; pass at least one")
+        shapes = {tuple(c.x.shape[1:]) for c in clients} | {tuple(test.x.shape[1:])}
+        if len(shapes) > 1:
+            raise DataError(f"examples of different shapes {sorted(shapes)}; all clients and the test set must agree")
+        if len({c.x.dtype for c in clients}) > 1:
+            raise DataError(f"clients' inputs have types {sorted(str(c.x.dtype) for c in clients)}; they must agree")
+        first = clients[0]
+        pooled = Examples(
+            torch.cat([c.x if c.rows is None else c.x[c.rows] for c in clients]),
+            torch.cat([c.labels for c in clients]),
+            first.pixels,
+            first.augment,
+        )
+        ends = np.cumsum([len(c) for c in clients])
+        parts = [np.arange(end - len(c), end) for c, end in zip(clients, ends, strict=True)]
+        self._set(pooled, parts, test, num_classes, validation, class_names, tail)
+
+    @classmethod
+    def from_parts(
+        cls,
+        train: Examples,
+        parts: Sequence[Rows],
+        test: Examples,
+        num_classes: int,
+        *,
+        validation: Examples | None = None,
+        class_names: Sequence[str] | None = None,
+        tail: Sequence[int] | None = None,
+    ) -> Federation:
+        """The same from one array of training examples and each client's rows of it, without a copy."""
+        federation = cls.__new__(cls)
+        federation._set(train, parts, test, num_classes, validation, class_names, tail)
+        return federation
+
+    def _set(
+        self,
+        train: Examples,
+        parts: Sequence[Rows],
+        test: Examples,
+        num_classes: int,
+        validation: Examples | None,
+        class_names: Sequence[str] | None,
+        tail: Sequence[int] | None,
+    ) -> None:
+        if num_classes < 2:
+            raise DataError(f"num_classes is {num_classes}; there must be at least 2 classes")
+        if class_names is not None and len(class_names) != num_classes:
+            raise DataError(f"{len(class_names)} class names for {num_classes} classes")
+        if not any(len(part) for part in parts):
+            raise DataError("no client holds any example")
+        train.check(num_classes, "training data")
+        test.check(num_classes, "test data")
+        if validation is not None:
+            validation.check(num_classes, "validation data")
+        self.train = train
+        self.parts = [np.asarray(part, dtype=np.int64) for part in parts]
+        self.test = test
+        self.validation = validation
+        self.num_classes = num_classes
+        self.class_names = list(class_names) if class_names is not None else [str(c) for c in range(num_classes)]
+        labels = train.labels.numpy()
+        self.client_counts = np.stack([np.bincount(labels[part], minlength=num_classes) for part in self.parts])
+        self.groups = Groups.by_count(self.class_counts.tolist(), tail)
+
+    @property
+    def num_clients(self) -> int:
+        return len(self.parts)
+
+    @property
+    def class_counts(self) -> Rows:
+        """Training examples of each class over all clients."""
+        counts: Rows = self.client_counts.sum(axis=0)
+        return counts
+
+    def client(self, k: int) -> Examples:
+        return self.train.take(self.parts[k])
+
+    def size(self, k: int) -> int:
+        return len(self.parts[k])
+
+    def fingerprint(self) -> str:
+        """SHA-256 over every client's rows and labels: the name of a split, for citing it."""
+        digest = hashlib.sha256(str(self.num_classes).encode())
+        labels = self.train.labels.numpy()
+        for part in self.parts:
+            digest.update(
+                len(part).to_bytes(8, "little") + part.astype("<i8").tobytes() + labels[part].astype("<i8").tobytes()
+            )
+        return digest.hexdigest()

@@ -1,0 +1,206 @@
+"""Partitions: which client holds which training rows. Every row goes to exactly one client.
+
+Each kind is one function (labels, clients, alpha, seed) -> owner, the client of each row. Alphas of different kinds are not
+comparable: see each kind's docstring.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+
+from redgrape.errors import ConfigError, DataError, unknown
+from redgrape.keys import numpy_stream
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    Rows = NDArray[np.int64]
+
+Kind = Literal["class_dirichlet", "prior_dirichlet", "creff", "iid", "natural"]
+
+ATTEMPTS = 10
+CREFF_GROUP = 10
+
+
+def partition(
+    labels: Rows, kind: str, clients: int, alpha: float, seed: int, natural: Rows | None = None
+) -> list[Rows]:
+    """Each client's rows, sorted. `natural` holds each row's client for the kind of that name, which takes the number of
+    clients from it and needs neither `clients` nor `alpha`."""
+    if kind == "natural":
+        return _by_owner(*_natural(labels, natural))
+    if kind not in KINDS:
+        raise unknown("partition", kind, [*KINDS, "natural"])
+    if clients < 1:
+        raise ConfigError(f"clients is {clients}; there must be at least 1")
+    if clients > len(labels):
+        raise DataError(f"{clients} clients cannot share {len(labels)} training examples; lower clients")
+    if not (math.isfinite(alpha) and alpha > 0):
+        raise ConfigError(f"alpha is {alpha:g}; it must be a finite number above 0")
+    return _by_owner(KINDS[kind](labels, clients, alpha, seed), clients)
+
+
+def _class_dirichlet(labels: Rows, clients: int, alpha: float, seed: int) -> Rows:
+    """Each class is cut among the clients in proportions ~ Dir(alpha 1_K) (Yurochkin et al., ICML 2019; NIID-Bench).
+
+    Client sizes differ. A draw that leaves a client fewer than max(2, min(10, N / 2K)) rows is drawn again, a few times;
+    what is still missing then moves over from the largest clients.
+    """
+    least = min(max(2, min(10, len(labels) // (2 * clients))), len(labels) // clients)
+    for attempt in range(ATTEMPTS):
+        random = numpy_stream(seed, "partition class_dirichlet", attempt)
+        owner = np.empty(len(labels), dtype=np.int64)
+        for c in np.unique(labels):
+            rows = random.permutation(np.flatnonzero(labels == c))
+            owner[rows] = _cut(len(rows), _dirichlet(random, np.full(clients, alpha)))
+        if np.bincount(owner, minlength=clients).min() >= least:
+            return owner
+    return _top_up(owner, clients, least, random)
+
+
+def _prior_dirichlet(labels: Rows, clients: int, alpha: float, seed: int) -> Rows:
+    """Each client draws its class mixture q_k ~ Dir(alpha * global prior) and takes floor(N / K) rows, the last client the
+    rest (Hsu et al., 2019; the refill as in FedNLP and RedGrape).
+
+    Classes are served in label order. What a class can no longer give is refilled from the other classes in proportion to
+    what they have left, rounded up, the scarcest first. With many classes a small alpha asks for more of one class than
+    there is, and so the refill makes clients alike: skew is not monotone in alpha.
+    """
+    random = numpy_stream(seed, "partition prior_dirichlet")
+    classes, counts = np.unique(labels, return_counts=True)
+    pools = [random.permutation(np.flatnonzero(labels == c)) for c in classes]
+    left = counts.copy()
+    owner = np.empty(len(labels), dtype=np.int64)
+    for client in range(clients):
+        size = len(labels) // clients if client < clients - 1 else int(left.sum())
+        wanted = np.rint(_dirichlet(random, alpha * counts / len(labels)) * size).astype(np.int64)
+        wanted = np.diff(np.minimum(np.cumsum(wanted), size), prepend=0)
+        before = left.copy()
+        for c in np.flatnonzero(wanted):
+            given = min(wanted[c], left[c])
+            left[c] -= given
+            left -= _refill(left, int(wanted[c] - given))
+        left -= _refill(left, size - int((before - left).sum()))
+        for pool, start, end in zip(pools, left, before, strict=True):
+            owner[pool[start:end]] = client
+    return owner
+
+
+def _creff(labels: Rows, clients: int, alpha: float, seed: int) -> Rows:
+    """CReFF's partition (Shang et al., IJCAI 2022): clients in groups of ten, each group on a random chunk of the rows. In a
+    group each class is cut by Dir(alpha 1) among the clients that hold less than their share yet, and drawn again while a
+    client has less than half of its share. Last, all rows in the order of their clients are cut into equal parts, which
+    shifts every boundary a little.
+    """
+    random = numpy_stream(seed, "partition creff")
+    shuffled = random.permutation(len(labels))
+    ends = np.minimum(np.arange(CREFF_GROUP, clients + CREFF_GROUP, CREFF_GROUP), clients)
+    owner = np.empty(len(labels), dtype=np.int64)
+    first = 0
+    for end, rows in zip(ends, np.split(shuffled, ends[:-1] * len(labels) // clients), strict=True):
+        owner[rows] = first + _creff_group(labels[rows], end - first, alpha, random)
+        first = end
+    in_order = shuffled[np.argsort(owner[shuffled], kind="stable")]
+    for client, rows in enumerate(np.array_split(in_order, clients)):
+        owner[rows] = client
+    return owner
+
+
+def _creff_group(labels: Rows, clients: int, alpha: float, random: np.random.Generator) -> Rows:
+    share = len(labels) / clients
+    for _ in range(ATTEMPTS):
+        owner = np.empty(len(labels), dtype=np.int64)
+        sizes = np.zeros(clients, dtype=np.int64)
+        for c in np.unique(labels):
+            rows = np.flatnonzero(labels == c)
+            open_clients = np.flatnonzero(sizes < share)  # Dir(alpha) masked and made to sum to one is Dir on the rest
+            owner[rows] = open_clients[_cut(len(rows), _dirichlet(random, np.full(len(open_clients), alpha)))]
+            sizes += np.bincount(owner[rows], minlength=clients)
+        if sizes.min() >= int(share / 2):
+            return owner
+    return _top_up(owner, clients, int(share / 2), random)
+
+
+def _iid(labels: Rows, clients: int, alpha: float, seed: int) -> Rows:
+    """A random cut into equal parts; alpha plays no role."""
+    owner = np.empty(len(labels), dtype=np.int64)
+    for client, rows in enumerate(
+        np.array_split(numpy_stream(seed, "partition iid").permutation(len(labels)), clients)
+    ):
+        owner[rows] = client
+    return owner
+
+
+def _natural(labels: Rows, natural: Rows | None) -> tuple[Rows, int]:
+    """The clients that the data names, numbered in sorted order; those left without a row drop out."""
+    if natural is None:
+        raise DataError(
+            "this data names no clients; give it a `client` array or choose another partition than 'natural'"
+        )
+    if len(natural) != len(labels):
+        raise DataError(f"{len(natural)} client ids for {len(labels)} training examples; there must be one for each")
+    names, owner = np.unique(natural, return_inverse=True)
+    return owner.astype(np.int64), len(names)
+
+
+KINDS = {"class_dirichlet": _class_dirichlet, "prior_dirichlet": _prior_dirichlet, "creff": _creff, "iid": _iid}
+
+
+def _by_owner(owner: Rows, clients: int) -> list[Rows]:
+    order = np.argsort(owner, kind="stable").astype(np.int64)
+    return np.split(order, np.cumsum(np.bincount(owner, minlength=clients))[:-1])
+
+
+def _dirichlet(random: np.random.Generator, concentration: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Dir(concentration), in logarithms: for a small alpha every gamma draw underflows to zero.
+
+    Gamma(a) = Gamma(a + 1) * U^(1/a).
+    """
+    uniform = 1 - random.random(len(concentration))  # in (0, 1]
+    log_gamma = np.log(random.standard_gamma(concentration + 1)) + np.log(uniform) / concentration
+    weights = np.exp(log_gamma - log_gamma.max())
+    proportions: NDArray[np.float64] = weights / weights.sum()
+    return proportions
+
+
+def _cut(n: int, proportions: NDArray[np.float64]) -> Rows:
+    """The part of each of n items, cut in order in these proportions."""
+    ends = np.floor(np.cumsum(proportions) * n)
+    ends[np.flatnonzero(proportions)[-1] :] = n
+    return np.searchsorted(ends, np.arange(n), side="right")
+
+
+def _refill(left: Rows, missing: int) -> Rows:
+    """`missing` items from what is left of each class, in proportion, rounded up, the scarcest class first."""
+    if missing == 0:
+        return np.zeros_like(left)
+    scarcest = np.argsort(left, kind="stable")
+    share = np.ceil(left[scarcest] * missing / left.sum()).astype(np.int64)
+    given = np.empty_like(left)
+    given[scarcest] = np.diff(np.minimum(np.cumsum(share), missing), prepend=0)
+    return given
+
+
+def _top_up(owner: Rows, clients: int, least: int, random: np.random.Generator) -> Rows:
+    """The same owners with at least `least` rows for every client: the missing ones leave the largest clients, one at a
+    time from whichever is the largest then, which lowers all of them to one level."""
+    sizes = np.bincount(owner, minlength=clients)
+    missing = np.maximum(least - sizes, 0)
+    low, high = least, int(sizes.max())  # the highest level that frees enough rows lies in [low, high]
+    while low < high:
+        level = (low + high + 1) // 2
+        if np.maximum(sizes - level, 0).sum() >= missing.sum():
+            low = level
+        else:
+            high = level - 1
+    kept = np.minimum(sizes, low)
+    kept[np.flatnonzero(sizes > low)[: (sizes - kept).sum() - missing.sum()]] += 1
+    order = np.lexsort((random.random(len(owner)), owner))
+    rank = np.arange(len(owner)) - (np.cumsum(sizes) - sizes)[owner[order]]
+    moved = order[rank >= kept[owner[order]]]
+    owner = owner.copy()
+    owner[random.permutation(moved)] = np.repeat(np.arange(clients), missing)
+    return owner

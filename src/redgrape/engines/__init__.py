@@ -1,0 +1,111 @@
+"""Where clients run. No method is named here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Literal, NamedTuple, Protocol, Self, TypeAlias
+
+import torch
+from torch import Tensor
+
+from redgrape import evaluate, keys
+from redgrape.data.examples import Examples
+from redgrape.data.federation import Federation
+from redgrape.errors import ConfigError
+from redgrape.evaluate import Scores
+from redgrape.method import ClientId, ClientSite, Method, Site
+from redgrape.nets.net import Net
+from redgrape.numerics import keep_freed_memory, same_bits_everywhere
+from redgrape.tree import Tensors, Tree
+
+Split: TypeAlias = Literal["test", "validation"]
+
+
+class Answer(NamedTuple):
+    """What one client's round gives: its update for the server, and its new state, which stays with the client."""
+
+    update: Tree
+    state: Tree
+
+
+class Engine(Protocol):
+    """Runs the client half of a method somewhere, and evaluates models where the clients run."""
+
+    def run_clients(
+        self, broadcast: Tree, states: Mapping[ClientId, Tree | None], round: int
+    ) -> Mapping[ClientId, Answer]:
+        """One round of the clients that `states` names, each with its state (None before its first round). May answer
+        for fewer than were asked."""
+        ...
+
+    def evaluate(self, model: Tensors, split: Split) -> Scores: ...
+
+    def close(self) -> None: ...
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+
+@dataclass(frozen=True)
+class ClientHalf:
+    """What any engine needs to run one client or evaluate one batch: the same code at every place."""
+
+    method: Method
+    federation: Federation
+    build: Callable[[], Net]
+    seed: int
+    rounds: int
+    device: torch.device
+
+    def run(self, client: ClientId, broadcast: Tree, state: Tree | None, round: int) -> Answer:
+        keep_freed_memory()
+        data = self.federation.client(client)
+        site = ClientSite(
+            self.build,
+            self.federation.num_clients,
+            self.federation.num_classes,
+            self.seed,
+            round,
+            self.rounds,
+            self.device,
+            client,
+            data,
+        )
+        with same_bits_everywhere(), keys.global_stream(keys.key(self.seed, "global", round, client)):
+            before = self.method.init_client(broadcast) if state is None else state
+            return Answer(*self.method.client_update(broadcast, before, site))
+
+    def examples(self, split: Split) -> Examples:
+        examples = self.federation.test if split == "test" else self.federation.validation
+        if examples is None:
+            raise ConfigError("there is no validation split; hold one out with data.validation")
+        return examples
+
+    def score(self, model: Tensors, split: Split, starts: range) -> list[tuple[Tensor, float]]:
+        """The scores of the batches that begin at these rows."""
+        examples = self.examples(split)
+        site = Site(
+            self.build,
+            self.federation.num_clients,
+            self.federation.num_classes,
+            self.seed,
+            0,
+            self.rounds,
+            self.device,
+        )
+        with same_bits_everywhere():
+            net = site.load(model).eval()
+            return [evaluate.batch_scores(net, examples, start, self.device) for start in starts]
+
+
+def create(half: ClientHalf, workers: int) -> Engine:
+    """Worker processes where there are several, else this process."""
+    from redgrape.engines.in_process import InProcess
+    from redgrape.engines.pool import Pool
+
+    return InProcess(half) if workers == 1 else Pool(half, workers)

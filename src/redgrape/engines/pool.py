@@ -1,0 +1,227 @@
+"""Clients in persistent worker processes, one thread each.
+
+Whole clients go to whichever worker is free, the longest first. What crosses is bytes: the broadcast once to each worker
+and round, a client's state to the worker that runs it, its answer back. A worker that dies or misses its deadline is
+replaced and its client run again; the same keys give the same bytes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+import pickle
+import signal
+import sys
+import time
+import traceback
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection, wait
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+
+from redgrape import evaluate, tree
+from redgrape.engines import Answer, ClientHalf, Split
+from redgrape.engines.shared_memory import SharedFederation
+from redgrape.errors import ConfigError, RedgrapeError
+from redgrape.evaluate import Scores
+from redgrape.method import ClientId
+from redgrape.tree import Tensors, Tree
+
+ATTEMPTS = 3  # how often one task may take its worker down before the run stops
+
+
+class Pool:
+    """`deadline`: seconds after which a worker that has not answered is taken for hung (None: never)."""
+
+    def __init__(self, half: ClientHalf, workers: int, deadline: float | None = None) -> None:
+        _check_importable(half)
+        self._half, self._deadline = half, deadline
+        self._shared = SharedFederation(half.federation)
+        self._context = _context()
+        self._workers = [self._start() for _ in range(workers)]
+
+    def _start(self) -> _Worker:
+        ours, theirs = self._context.Pipe()
+        half = replace(self._half, federation=self._shared)  # type: ignore[type-var]  # unpacked in the worker
+        process = self._context.Process(target=_serve, args=(theirs, half), daemon=True, name="redgrape-worker")
+        process.start()
+        theirs.close()
+        return _Worker(process, ours)
+
+    def run_clients(
+        self, broadcast: Tree, states: Mapping[ClientId, Tree | None], round: int
+    ) -> Mapping[ClientId, Answer]:
+        packed = tree.to_bytes(broadcast)
+        longest_first = sorted(states, key=lambda k: (-self._half.federation.size(k), k))
+        tasks = {k: (k, round, None if (state := states[k]) is None else tree.to_bytes(state)) for k in longest_first}
+        answers = self._run("client", tasks, packed)
+        return {
+            k: Answer(tree.from_bytes(update), tree.from_bytes(state)) for k, (update, state) in sorted(answers.items())
+        }
+
+    def evaluate(self, model: Tensors, split: Split) -> Scores:
+        starts = evaluate.batch_starts(self._half.examples(split))
+        share = -(-len(starts) // len(self._workers))  # batches a worker, rounded up
+        tasks = {i: (split, starts[i : i + share]) for i in range(0, len(starts), share)}
+        parts = self._run("score", tasks, tree.to_bytes(model))
+        return evaluate.combine([score for _, part in sorted(parts.items()) for score in part])
+
+    def _run(self, kind: str, tasks: Mapping[int, Any], payload: bytes) -> dict[int, Any]:
+        """Every task to a free worker; the answers by the tasks' ids. `payload` goes once to each worker."""
+        waiting, failures = deque(tasks), dict.fromkeys(tasks, 0)
+        answers: dict[int, Any] = {}
+        fresh = set(self._workers)  # have not got the payload yet
+        while len(answers) < len(tasks):
+            for i, worker in enumerate(self._workers):
+                if worker.task is None and waiting:
+                    if not worker.process.is_alive():
+                        worker = self._replace(i)
+                        fresh.add(worker)
+                    worker.assign(waiting.popleft(), self._deadline)
+                    worker.send((kind, worker.task, tasks[worker.task], payload if worker in fresh else None))
+                    fresh.discard(worker)
+            for worker in self._answering():
+                status, value = worker.receive()
+                if status == "answer":
+                    answers[worker.finish()] = value
+                elif status == "error":
+                    raise _error_in_client(kind, worker.finish(), value)
+                else:
+                    task = worker.finish()
+                    failures[task] += 1
+                    if failures[task] == ATTEMPTS:
+                        raise RedgrapeError(
+                            f"{kind} {task} took its worker down {ATTEMPTS} times ({value}); the run stops here"
+                        )
+                    waiting.appendleft(task)
+                    fresh.add(self._replace(self._workers.index(worker)))
+        return answers
+
+    def _answering(self) -> list[_Worker]:
+        """The busy workers that have answered, died or missed their deadline."""
+        busy = {worker.connection: worker for worker in self._workers if worker.task is not None}
+        sentinels = {worker.process.sentinel: worker for worker in busy.values()}
+        ends = [worker.ends for worker in busy.values() if worker.ends is not None]
+        timeout = max(0.0, min(ends) - time.monotonic()) if ends else None
+        ready = wait([*busy, *sentinels], timeout)
+        found = {id(w): w for r in ready for w in [busy[r] if isinstance(r, Connection) else sentinels[r]]}  # type: ignore[index]
+        found |= {id(w): w for w in busy.values() if w.is_late()}
+        return list(found.values())
+
+    def _replace(self, index: int) -> _Worker:
+        self._workers[index].kill()
+        self._workers[index] = self._start()
+        return self._workers[index]
+
+    def close(self) -> None:
+        for worker in self._workers:
+            worker.kill()
+        self._workers = []
+        self._shared.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+@dataclass(eq=False)
+class _Worker:
+    process: Any
+    connection: Connection[Any, Any]
+    task: int | None = None
+    ends: float | None = None  # on the monotonic clock
+
+    def assign(self, task: int, deadline: float | None) -> None:
+        self.task = task
+        self.ends = None if deadline is None else time.monotonic() + deadline
+
+    def is_late(self) -> bool:
+        return self.ends is not None and time.monotonic() >= self.ends
+
+    def send(self, message: Any) -> None:
+        try:
+            self.connection.send(message)
+        except OSError:
+            pass  # it has died; receive() will say so
+
+    def receive(self) -> tuple[str, Any]:
+        """("answer", value), ("error", text) or ("lost", reason)."""
+        try:
+            if self.connection.poll():
+                status, value = self.connection.recv()
+                return status, value
+        except (EOFError, OSError):
+            pass
+        if self.process.is_alive() and self.is_late():
+            return "lost", "no answer within the deadline"
+        return "lost", f"the process ended with code {self.process.exitcode}"
+
+    def finish(self) -> int:
+        assert self.task is not None
+        task, self.task, self.ends = self.task, None, None
+        return task
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.join(timeout=10)
+        self.connection.close()
+
+
+def _context() -> Any:
+    """A clean server process forks the workers where that exists: they start fast and inherit no threads."""
+    if "forkserver" in multiprocessing.get_all_start_methods():
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["redgrape.engines.pool"])
+        return context
+    return multiprocessing.get_context("spawn")
+
+
+def _check_importable(half: ClientHalf) -> None:
+    for name, thing in (("build", half.build), ("method", half.method)):
+        try:
+            pickle.loads(pickle.dumps(thing))  # noqa: S301  # our own object, to see whether a worker could get it
+        except Exception as error:
+            raise ConfigError(
+                f"{name} cannot be sent to worker processes ({error}); define it at the top level of a module, or pass workers=1"
+            ) from error
+
+
+def _serve(connection: Connection[Any, Any], half: ClientHalf) -> None:
+    """A worker's life."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the coordinator's business
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: do not outlive the parent
+    torch.set_num_threads(1)
+    shared: Any = half.federation
+    half = replace(half, federation=shared.federation())
+    received: Any = None
+    while True:
+        try:
+            kind, task, details, payload = connection.recv()
+        except EOFError:
+            return
+        try:
+            if payload is not None:
+                received = tree.from_bytes(payload)
+            if kind == "client":
+                client, round, state = details
+                answer = half.run(client, received, None if state is None else tree.from_bytes(state), round)
+                connection.send(("answer", (tree.to_bytes(answer.update), tree.to_bytes(answer.state))))
+            else:
+                split, starts = details
+                connection.send(("answer", half.score(received, split, starts)))
+        except Exception:
+            connection.send(("error", traceback.format_exc()))
+
+
+def _error_in_client(kind: str, task: int, text: str) -> RuntimeError:
+    """A mistake in the method's or the net's code: where it happened, with the worker's traceback."""
+    return RuntimeError(f"{kind} {task} raised an error in its worker:\n{text}")

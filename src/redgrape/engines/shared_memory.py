@@ -1,0 +1,155 @@
+"""Arrays that several processes read without a copy.
+
+What was mapped from a file is mapped again from the same file. Everything else is copied once into anonymous memory
+whose only handle is a file descriptor passed to the workers: nothing is left behind, however a process ends.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import tempfile
+from dataclasses import dataclass
+from multiprocessing import reduction
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from redgrape.data.examples import Examples
+from redgrape.data.federation import Federation
+
+_HAS_FD_PASSING = hasattr(reduction, "DupFd")  # not on Windows, where workers get a copy
+
+
+class SharedArray:
+    """Picklable only while a worker is being started, when file descriptors can be handed over."""
+
+    def __init__(self, array: NDArray[Any]) -> None:
+        self._shape, self._dtype = array.shape, array.dtype.str
+        size = max(1, array.nbytes)
+        self._fd = _anonymous_file(size)
+        with mmap.mmap(self._fd, size) as memory:
+            target: NDArray[Any] = np.frombuffer(memory, dtype=array.dtype, count=array.size).reshape(array.shape)
+            np.copyto(target, array)
+            del target  # the map cannot be closed while an array looks into it
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _attach, (reduction.DupFd(self._fd), self._shape, self._dtype)
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+
+def _anonymous_file(size: int) -> int:
+    if hasattr(os, "memfd_create"):
+        fd = os.memfd_create("redgrape", os.MFD_CLOEXEC)
+    else:
+        with tempfile.TemporaryFile() as file:
+            fd = os.dup(file.fileno())
+    os.ftruncate(fd, size)
+    return fd
+
+
+def _attach(handle: Any, shape: tuple[int, ...], dtype: str) -> NDArray[Any]:
+    fd = handle.detach()
+    try:
+        memory = mmap.mmap(fd, 0, prot=mmap.PROT_READ)
+    finally:
+        os.close(fd)
+    count = int(np.prod(shape, dtype=np.int64))
+    array: NDArray[Any] = np.frombuffer(memory, dtype=np.dtype(dtype), count=count).reshape(shape)
+    return array
+
+
+@dataclass(frozen=True)
+class MappedArray:
+    """A part of a file, to be mapped where it is needed."""
+
+    path: str
+    offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: str
+
+    @classmethod
+    def of(cls, array: NDArray[Any]) -> MappedArray | None:
+        """Where the array lies in a file, if it is a view of a mapped one."""
+        root: Any = array
+        while isinstance(root, np.ndarray) and not (isinstance(root, np.memmap) and isinstance(root.base, mmap.mmap)):
+            root = root.base
+        if not isinstance(root, np.memmap) or root.filename is None or any(s < 0 for s in array.strides):
+            return None
+        # np.memmap maps from a page boundary on, and its offset names the first byte of the root array.
+        offset = root.offset + array.ctypes.data - root.ctypes.data
+        return cls(str(root.filename), offset, array.shape, array.strides, array.dtype.str)
+
+    def open(self) -> NDArray[Any]:
+        dtype = np.dtype(self.dtype)
+        extent = sum((n - 1) * s for n, s in zip(self.shape, self.strides, strict=True)) + dtype.itemsize
+        raw = np.memmap(self.path, dtype=np.uint8, mode="r", offset=self.offset, shape=(extent,))
+        return np.ndarray(self.shape, dtype, buffer=raw, strides=self.strides)
+
+
+class SharedFederation:
+    """A federation as it is sent to a worker."""
+
+    def __init__(self, federation: Federation) -> None:
+        self._open: list[SharedArray] = []
+        rows = np.concatenate(federation.parts)
+        self._fields: dict[str, Any] = {
+            "num_classes": federation.num_classes,
+            "class_names": federation.class_names,
+            "groups": federation.groups,
+            "train": self._examples(federation.train),
+            "test": self._examples(federation.test),
+            "validation": self._examples(federation.validation),
+            "rows": self._share(rows),
+            "ends": np.cumsum([len(part) for part in federation.parts]),
+            "client_counts": self._share(federation.client_counts),
+        }
+
+    def _share(self, array: NDArray[Any]) -> Any:
+        if mapped := MappedArray.of(array):
+            return mapped
+        if not _HAS_FD_PASSING:
+            return array
+        self._open.append(SharedArray(array))
+        return self._open[-1]
+
+    def _examples(self, examples: Examples | None) -> tuple[Any, ...] | None:
+        if examples is None:
+            return None
+        rows = None if examples.rows is None else self._share(examples.rows.numpy())
+        x = examples.source if examples.source is not None else examples.x.numpy()
+        return self._share(x), self._share(examples.y.numpy()), examples.pixels, examples.augment, rows
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self._fields
+
+    def __setstate__(self, fields: dict[str, Any]) -> None:
+        self._fields = fields
+
+    def federation(self) -> Federation:
+        """In the worker: the federation, looking into the shared arrays."""
+        f = {name: value.open() if isinstance(value, MappedArray) else value for name, value in self._fields.items()}
+        federation = Federation.__new__(Federation)
+        federation.train, federation.test = _look_into(f["train"]), _look_into(f["test"])
+        federation.validation = None if f["validation"] is None else _look_into(f["validation"])
+        federation.parts = np.split(f["rows"], f["ends"][:-1])
+        federation.num_classes, federation.class_names = f["num_classes"], f["class_names"]
+        federation.client_counts, federation.groups = f["client_counts"], f["groups"]
+        return federation
+
+    def close(self) -> None:
+        for array in self._open:
+            array.close()
+        self._open.clear()
+
+
+def _look_into(fields: tuple[Any, ...]) -> Examples:
+    x, y, pixels, augment, rows = (v.open() if isinstance(v, MappedArray) else v for v in fields)
+    index: Tensor | None = None if rows is None else torch.tensor(rows)
+    return Examples(x, y, pixels, augment, index)

@@ -1,0 +1,53 @@
+"""What can go wrong, each with its exit code.
+
+    RedgrapeError             1
+    ├── ConfigError           2   an option, hyper-parameter or experiment that cannot be
+    ├── Diverged              3   training left the finite numbers
+    ├── TooFewClients         4   fewer clients answered than a round needs
+    ├── DataError            65   data that is missing, damaged or inconsistent
+    ├── StorageError         74   a file that cannot be read or written
+    └── BusyError            75   another process holds the run
+
+Every message is one line: what was wrong, the value, and what to do instead.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class RedgrapeError(Exception):
+    exit_code = 1
+
+
+class ConfigError(RedgrapeError):
+    exit_code = 2
+
+
+class Diverged(RedgrapeError):
+    exit_code = 3
+
+
+class TooFewClients(RedgrapeError):
+    exit_code = 4
+
+
+class DataError(RedgrapeError):
+    exit_code = 65
+
+
+class StorageError(RedgrapeError):
+    exit_code = 74
+
+
+class BusyError(RedgrapeError):
+    exit_code = 75
+
+
+def unknown(kind: str, word: str, options: Iterable[str]) -> ConfigError:
+    """`unknown method 'fedavgg'; did you mean 'fedavg'?`, or the options where nothing is near."""
+    names = sorted(options)
+    near = difflib.get_close_matches(word, names, n=1)
+    hint = f"did you mean '{near[0]}'?" if near else f"choose from {', '.join(names)}"
+    return ConfigError(f"unknown {kind} '{word}'; {hint}")

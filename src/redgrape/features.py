@@ -1,0 +1,58 @@
+"""Extra forward passes through an encoder, beside the one that training makes.
+
+In training mode such a pass would move BatchNorm's running statistics, which must describe the data the encoder is
+trained on. This is the one place that makes them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Literal, TypeAlias, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+Statistics: TypeAlias = Literal["running", "batch", "batch_update"]
+
+
+def batchnorms(module: nn.Module) -> list[_BatchNorm]:
+    return [m for m in module.modules() if isinstance(m, _BatchNorm)]
+
+
+def features(encoder: nn.Module, x: Tensor, statistics: Statistics) -> Tensor:
+    """h = f(x; P), without a graph. `running`: evaluation mode. `batch`: training mode, where BatchNorm uses the batch's
+    statistics but leaves its buffers alone. `batch_update`: training mode as it is."""
+    with torch.no_grad():
+        if statistics == "running" or len(x) == 1:  # BatchNorm has no statistics of a single example
+            with _evaluation(encoder):
+                return cast(Tensor, encoder(x))
+        if statistics == "batch":
+            with _buffers_untouched(encoder):
+                return cast(Tensor, encoder(x))
+        return cast(Tensor, encoder(x))
+
+
+@contextmanager
+def _evaluation(encoder: nn.Module) -> Iterator[None]:
+    training = [m for m in encoder.modules() if m.training]
+    encoder.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+@contextmanager
+def _buffers_untouched(encoder: nn.Module) -> Iterator[None]:
+    # A BatchNorm in training mode that does not track normalises by the batch and reads and writes no buffer.
+    tracking = [m for m in batchnorms(encoder) if m.training and m.track_running_stats]
+    for layer in tracking:
+        layer.track_running_stats = False
+    try:
+        yield
+    finally:
+        for layer in tracking:
+            layer.track_running_stats = True

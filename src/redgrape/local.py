@@ -1,0 +1,86 @@
+"""Local training, as far as all methods share it: its options, the optimizer, the order of the batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from pydantic import BaseModel, Field
+from torch import Tensor
+
+from redgrape.data.augment import NO_AUGMENTATION
+from redgrape.features import batchnorms
+from redgrape.nets.net import Net
+from redgrape.schedule import Schedule, decay
+from redgrape.tree import Tensors
+
+if TYPE_CHECKING:
+    from redgrape.method import ClientSite, Site
+
+
+class LocalTraining(BaseModel):
+    """The options of local training that every method has, with the paper's settings for MNIST as defaults."""
+
+    optimizer: Literal["sgd", "adam", "adamw"] = Field("sgd", description="local optimizer, new in every round")
+    lr: float = Field(0.01, gt=0, allow_inf_nan=False, description="local learning rate")
+    lr_schedule: Schedule = Field("constant", description="decay of lr over the rounds")
+    lr_final: float = Field(0.01, gt=0, le=1, description="fraction of lr in the last round, where it decays")
+    momentum: float = Field(0.9, ge=0, lt=1, description="momentum of sgd")
+    weight_decay: float = Field(0.0, ge=0, allow_inf_nan=False, description="weight decay of the local optimizer")
+    batch_size: int = Field(64, ge=1, description="examples a local step")
+    epochs: int = Field(5, ge=1, description="passes over a client's data in a round")
+    clip_norm: float | None = Field(
+        None, gt=0, allow_inf_nan=False, description="clip the gradient of all parameters to this global norm"
+    )
+    server_lr: float = Field(1.0, gt=0, allow_inf_nan=False, description="server learning rate")
+    freeze_encoder: bool = Field(False, description="train the classifier only; the encoder stays as it starts")
+
+    def learning_rate(self, site: Site) -> float:
+        return self.lr * decay(self.lr_schedule, site.round, site.rounds, self.lr_final)
+
+    def load_for_training(self, model: Tensors, site: ClientSite) -> Net:
+        net = site.load(model)
+        if self.freeze_encoder:
+            net.encoder.requires_grad_(False).eval()
+        if len(site.data) == 1:  # BatchNorm has no statistics of a single example
+            for layer in batchnorms(net):
+                layer.eval()
+        return net
+
+    def make_optimizer(self, parameters: Iterable[Tensor], site: Site) -> torch.optim.Optimizer:
+        trained = [p for p in parameters if p.requires_grad]
+        lr = self.learning_rate(site)
+        match self.optimizer:
+            case "sgd":
+                return torch.optim.SGD(
+                    trained, lr=lr, momentum=self.momentum, weight_decay=self.weight_decay, fused=True
+                )
+            case "adam":
+                return torch.optim.Adam(trained, lr=lr, weight_decay=self.weight_decay, fused=True)
+            case "adamw":
+                return torch.optim.AdamW(trained, lr=lr, weight_decay=self.weight_decay, fused=True)
+
+    def batches(self, site: ClientSite, net: Net) -> Iterator[tuple[Tensor, Tensor]]:
+        """Shuffled mini-batches of the client's data, `epochs` times over."""
+        labels, dtype = site.data.labels, net.classifier.weight.dtype
+        shuffle = site.generator("batches")
+        augment = site.generator("augment") if site.data.augment != NO_AUGMENTATION else None
+        for _ in range(self.epochs):
+            order = torch.randperm(len(labels), generator=shuffle)
+            for rows in self._cut(order, has_batchnorm=bool(batchnorms(net))):
+                yield site.inputs(rows, dtype, augment), labels[rows].to(site.device)
+
+    def _cut(self, order: Tensor, has_batchnorm: bool) -> list[Tensor]:
+        batches = list(order.split(self.batch_size))
+        if has_batchnorm and len(batches) > 1 and len(batches[-1]) == 1:
+            # BatchNorm has no statistics of a single example: the last batch of one joins the one before it.
+            batches[-2:] = [torch.cat(batches[-2:])]
+        return batches
+
+    def step(self, optimizer: torch.optim.Optimizer) -> None:
+        """One step on the gradients that stand in .grad, clipped where asked."""
+        if self.clip_norm is not None:
+            parameters = [p for group in optimizer.param_groups for p in group["params"]]
+            torch.nn.utils.clip_grad_norm_(parameters, self.clip_norm)
+        optimizer.step()

@@ -1,0 +1,131 @@
+"""The contract between a method and everything else.
+
+A method is a frozen set of hyper-parameters with pure functions over named tensors. An engine runs the client half
+somewhere; `training.rounds` runs the server half. Nothing else knows both. State goes in and comes out: a method keeps
+none on itself.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self, TypeAlias
+
+import torch
+from pydantic import ConfigDict
+from torch import Tensor
+
+from redgrape import keys, methods
+from redgrape.data.examples import Examples
+from redgrape.errors import unknown
+from redgrape.local import LocalTraining
+from redgrape.nets.net import Net
+from redgrape.tree import Tensors, Tree
+
+ClientId: TypeAlias = int  # 0 .. num_clients-1, promised by every engine
+
+
+@dataclass(frozen=True)
+class Site:
+    """The place and time where one half of a method runs."""
+
+    build: Callable[[], Net]
+    num_clients: int
+    num_classes: int
+    seed: int
+    round: int  # 1 .. rounds
+    rounds: int
+    device: torch.device
+
+    def _path(self) -> tuple[int, ...]:
+        return (self.round,)
+
+    def generator(self, purpose: str) -> torch.Generator:
+        """A stream of random numbers keyed by (seed, purpose, round) and, at a client, by the client."""
+        return keys.torch_stream(self.seed, purpose, *self._path())
+
+    def load(self, model: Tensors) -> Net:
+        """A fresh net with these weights, in training mode; it shares no memory and draws no random numbers."""
+        with keys.global_stream(None):
+            net = self.build()
+        net.load_state_dict(model)
+        net.train()
+        if any(p.dim() == 4 for p in net.parameters()):
+            net.to(memory_format=torch.channels_last)
+        return net.to(self.device)
+
+
+@dataclass(frozen=True)
+class ClientSite(Site):
+    """A client's place: its id and its data, which never leave."""
+
+    client: ClientId
+    data: Examples
+
+    def _path(self) -> tuple[int, ...]:
+        return (self.round, self.client)
+
+    def inputs(self, rows: Tensor, dtype: torch.dtype, augment: torch.Generator | None = None) -> Tensor:
+        """Network inputs of these rows of the data, on the site's device, augmented where a generator is given."""
+        x = self.data.inputs(rows, dtype, augment)
+        if x.dim() == 4:
+            x = x.contiguous(memory_format=torch.channels_last)
+        return x.to(self.device)
+
+
+@dataclass(frozen=True)
+class ServerSite(Site):
+    """The server's place."""
+
+
+class Method(LocalTraining, ABC):
+    """Hyper-parameters as frozen, checked fields; the two halves as pure functions.
+
+    One round: server -> broadcast() -> engine -> client_update() at each client -> {client: update} ->
+    server_update() -> server. `server["model"]` is always what one would deploy and evaluate. Every `server_update`
+    accepts the updates of any non-empty subset of the clients asked.
+    """
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
+
+    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
+
+    @classmethod
+    def preset(cls, name: str, **overrides: Any) -> Self:
+        """The method with the hyper-parameters of a preset, and these in their place where given."""
+        if name not in cls.presets:
+            raise unknown("preset", name, cls.presets)
+        return cls(**{**cls.presets[name], **overrides})
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _revive, (methods.reference(type(self)), dict(self))
+
+    @abstractmethod
+    def init_server(self, model: Tensors, site: ServerSite) -> Tree:
+        """The server's state before the first round; `site.round` is 0."""
+
+    def init_client(self, broadcast: Tree) -> Tree:
+        """A client's state before its first round."""
+        return {}
+
+    @abstractmethod
+    def broadcast(self, server: Tree) -> Tree:
+        """What every client of a round receives."""
+
+    @abstractmethod
+    def client_update(self, broadcast: Tree, state: Tree, site: ClientSite) -> tuple[Tree, Tree]:
+        """One client's round: its update and its new state, which counts once the update has been accepted."""
+
+    @abstractmethod
+    def server_update(self, server: Tree, updates: Mapping[ClientId, Tree], site: ServerSite) -> Tree:
+        """The server's new state from the updates that arrived, which come in the order of the clients' ids."""
+
+    def log(self, server: Tree, updates: Mapping[ClientId, Tree]) -> Mapping[str, Tensor]:
+        """Small tensors worth recording each round, from the new server state and the updates that made it."""
+        return {}
+
+
+def _revive(reference: type[Method] | str, fields: dict[str, Any]) -> Method:
+    """A method in another process, which may have to load its file first."""
+    return (methods.load(reference) if isinstance(reference, str) else reference)(**fields)

@@ -1,0 +1,313 @@
+"""RedGrape: classifier re-balancing with local real data and global gradient prototypes.
+
+Yang et al., "Integrating Local Real Data with Global Gradient Prototypes for Classifier Re-Balancing in Federated
+Long-Tailed Learning", IJCAI 2023, https://arxiv.org/abs/2301.10394. Two classifiers share the encoder P: their sum is
+trained on the data as it is, which keeps the representation honest, and one of them, W, is also pulled towards what a
+balanced data set would ask of it. A client takes a class's part of that pull from its own examples where it has enough
+of them, and from the global gradient prototype of the class where it has not. Only P and W are deployed.
+
+Algorithm 1 with the paper's symbols; t counts rounds, i local steps, theta = (P, W, W_hat):
+
+    server  sends theta^{t-1} and the prototypes g_pro[c] that the clients of round t-1 made
+    client  1  g_pro[k,c] <- grad_W CE(W f(D_{k,c}; P)) at the received model, for its classes        Eq. (10)
+               D_bal <- T examples of each class of which it holds at least T; L_bal <- those classes
+    client  2  for each local step:
+            3     P, W_hat <- plain step on CE((W + W_hat) f(x; P))                                   Eq. (6)
+            4     g_local <- grad_W of the same loss                                                  Eq. (7)
+            5     g_bal <- 1/C [ sum_{c in L_bal} grad_W CE(W f(D_bal,c; P)) + sum_{other c} g_pro[c] ]  Eq. (8), (11)
+            6     W <- W - eta_l [ g_local + lambda g_bal ||g_local|| / ||g_bal|| ]                   Eq. (12)
+    client  8  sends theta_k - theta^{t-1}, n_k and g_pro[k,c]
+    server  theta^t <- theta^{t-1} + eta_s sum_k n_k / (sum_i n_i) (theta_k - theta^{t-1})            Eq. (13)
+            g_pro[c] <- mean over the clients that hold c; where nobody does, the old one stays       Eq. (14)
+
+Where the paper can be read in two ways, docs/paper.md says which way was taken and why.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar, Literal, Self
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field, model_validator
+from torch import Tensor, nn
+
+from redgrape import tree
+from redgrape.aggregation import client_report, mean_delta
+from redgrape.classifier_gradients import class_mean_gradients, summed_gradient
+from redgrape.features import Statistics, features
+from redgrape.method import ClientId, ClientSite, ServerSite
+from redgrape.methods.fedavg import FedAvg
+from redgrape.nets.net import Net
+from redgrape.schedule import Schedule, decay
+from redgrape.tree import Tensors, Tree
+
+_PROTOTYPE_BATCH = 256
+_TINY = 1e-12  # a balanced gradient below this norm has no direction
+
+
+class RedGrape(FedAvg):
+    """Re-balances the classifier during local training, with real examples and gradient prototypes."""
+
+    lam: float = Field(0.1, ge=0, allow_inf_nan=False, description="lambda, the strength of the re-balancing")
+    lam_schedule: Schedule = Field("constant", description="decay of lambda over the rounds")
+    lam_final: float = Field(0.01, gt=0, le=1, description="fraction of lambda in the last round, where it decays")
+    threshold: float = Field(8, ge=1, description="T: real examples serve a class from this many on (inf: never)")
+    placement: Literal["in_gradient", "after_step"] = Field(
+        "in_gradient", description="re-balance through the optimizer, as Eq. (12), or by a plain step after its step"
+    )
+    norm: Literal["joint", "per_tensor"] = Field(
+        "joint", description="one norm over weight and bias together, or one ratio for each"
+    )
+    extra_init: Literal["default", "zeros", "copy"] = Field(
+        "default", description="start of W_hat: an independent nn.Linear, zeros, or W's own start"
+    )
+    unseen: Literal["skip", "mean"] = Field(
+        "skip", description="a class without a prototype adds nothing, or the mean of the prototypes that there are"
+    )
+    balanced_draw: Literal["round", "step"] = Field("round", description="draw D_bal once a round, or for every step")
+    balanced_stats: Statistics = Field(
+        "batch",
+        description="BatchNorm on D_bal: the batch's statistics, also updating the buffers, or the running ones",
+    )
+    min_count: int = Field(1, ge=1, description="a client sends a class's prototype from this many examples on")
+    prototype_weights: Literal["uniform", "count"] = Field(
+        "uniform", description="average prototypes over clients alike, or by their examples of the class"
+    )
+    prototype_view: Literal["plain", "augmented"] = Field(
+        "plain", description="make prototypes from the examples as they are, or from an augmented view"
+    )
+    max_age: int | None = Field(None, ge=0, description="do not use prototypes older than this many rounds")
+    use_prototypes: bool = Field(True, description="ablation: serve missing classes by prototypes")
+    use_real_data: bool = Field(True, description="ablation: serve classes by real examples")
+    two_stream: bool = Field(True, description="ablation: train the second classifier W_hat")
+
+    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+        "paper": {},
+        "released": {
+            "placement": "after_step",
+            "norm": "per_tensor",
+            "clip_norm": 1.0,
+            "unseen": "mean",
+            "balanced_stats": "batch_update",
+            "prototype_view": "augmented",
+        },
+    }
+
+    @model_validator(mode="after")
+    def _threshold_counts_examples(self) -> Self:
+        if math.isfinite(self.threshold) and self.threshold != int(self.threshold):
+            raise ValueError(f"threshold is {self.threshold}; it counts examples: pass a whole number or inf")
+        return self
+
+    def init_server(self, model: Tensors, site: ServerSite) -> Tree:
+        W = classifier_of(model)
+        C = site.num_classes
+        server: dict[str, Any] = {
+            "model": model,
+            "prototypes": {name: w.new_zeros(C, *w.shape) for name, w in W.items()},
+            "seen": torch.zeros(C, dtype=torch.bool),
+            "age": torch.zeros(C, dtype=torch.int64),  # rounds since the class's prototype was made
+        }
+        if self.two_stream:
+            server["W_hat"] = self._first_W_hat(W, site)
+        return server
+
+    def _first_W_hat(self, W: Tensors, site: ServerSite) -> Tensors:
+        match self.extra_init:
+            case "zeros":
+                return {name: torch.zeros_like(w) for name, w in W.items()}
+            case "copy":
+                return {name: w.clone() for name, w in W.items()}
+            case "default":  # nn.Linear's own: uniform within 1 / sqrt(d), weight and bias alike
+                bound, generator = 1 / math.sqrt(W["weight"].shape[1]), site.generator("W_hat")
+                return {name: torch.empty_like(w).uniform_(-bound, bound, generator=generator) for name, w in W.items()}
+
+    def broadcast(self, server: Tree) -> Tree:
+        usable = server["seen"] if self.max_age is None else server["seen"] & (server["age"] <= self.max_age)
+        sent = {"model": server["model"], "prototypes": server["prototypes"], "seen": usable}
+        return sent | ({"W_hat": server["W_hat"]} if self.two_stream else {})
+
+    def client_update(self, broadcast: Tree, state: Tree, site: ClientSite) -> tuple[Tree, Tree]:
+        """Algorithm 1."""
+        net = self.load_for_training(broadcast["model"], site)
+        W, W_hat = net.classifier, linear_like(net.classifier, broadcast.get("W_hat"))
+        prototypes = self._local_prototypes(net, site)  # line 1
+        balance = Balance(self, broadcast, net, site)
+        optimizer = self.make_optimizer([*net.parameters(), *W_hat.parameters()], site)
+        total = torch.zeros((), dtype=W.weight.dtype, device=site.device)
+        for x, y in self.batches(site, net):  # line 2
+            optimizer.zero_grad()
+            h = net.encoder(x)
+            z = W(h) + W_hat(h) if self.two_stream else W(h)
+            loss = F.cross_entropy(z, y)
+            loss.backward()  # lines 3 and 4: Eq. (6), (7); every gradient is taken before any parameter moves
+            pull = balance.pull()  # line 5 and the second term of Eq. (12)
+            if self.placement == "in_gradient":  # line 6
+                for name, p in W.named_parameters():
+                    p.grad += pull[name]  # type: ignore[operator]  # backward() has filled it
+            self.step(optimizer)
+            if self.placement == "after_step":
+                with torch.no_grad():
+                    for name, p in W.named_parameters():
+                        p.sub_(pull[name], alpha=self.learning_rate(site))
+            total += loss.detach() * len(y)
+        update = client_report(net, broadcast["model"], len(site.data), total / (self.epochs * len(site.data)))
+        update["prototypes"] = prototypes
+        if self.two_stream:
+            update["delta_W_hat"] = tree.sub(parameters_of(W_hat), broadcast["W_hat"])
+        return update, state  # line 8
+
+    def _local_prototypes(self, net: Net, site: ClientSite) -> Tensors:
+        """Eq. (10) for each class of which the client holds min_count examples: their numbers as `classes`, and the mean
+        gradients weight [m, C, d] and bias [m, C]. W alone, evaluation mode, one forward pass."""
+        labels = site.data.labels
+        counts = torch.bincount(labels, minlength=site.num_classes)
+        sent = counts >= self.min_count if self.use_prototypes else torch.zeros_like(counts, dtype=torch.bool)
+        classes = sent.nonzero().flatten()
+        view = site.generator("prototype view") if self.prototype_view == "augmented" else None
+
+        def batches() -> Iterator[tuple[Tensor, Tensor]]:
+            for rows in sent[labels].nonzero().flatten().split(_PROTOTYPE_BATCH):
+                x = site.inputs(rows, net.classifier.weight.dtype, view)
+                yield features(net.encoder, x, "running"), labels[rows].to(site.device)
+
+        gradients = class_mean_gradients(net.classifier, batches(), classes.to(site.device))
+        prototypes = {"classes": classes} | {name: g.cpu() for name, g in gradients.items()}
+        return prototypes | ({"counts": counts[classes]} if self.prototype_weights == "count" else {})
+
+    def server_update(self, server: Tree, updates: Mapping[ClientId, Tree], site: ServerSite) -> Tree:
+        prototypes, held = self._global_prototypes(server["prototypes"], updates)
+        new: dict[str, Any] = {
+            "model": self.averaged_model(server["model"], updates),  # Eq. (13)
+            "prototypes": prototypes,  # Eq. (14)
+            "seen": server["seen"] | held,
+            "age": torch.where(held, 0, server["age"] + 1),
+        }
+        if self.two_stream:  # Eq. (13) again
+            answers = list(updates.values())
+            moved = mean_delta(answers, [float(u["count"]) for u in answers], "delta_W_hat")
+            new["W_hat"] = tree.add(server["W_hat"], moved, self.server_lr)
+        return new
+
+    def _global_prototypes(self, old: Tensors, updates: Mapping[ClientId, Tree]) -> tuple[Tensors, Tensor]:
+        """Eq. (14): the mean over the clients that hold a class, the old prototype where nobody does; and which classes
+        somebody holds."""
+        C = len(old["weight"])
+        total = {name: torch.zeros(g.shape, dtype=torch.float64) for name, g in old.items()}
+        weight = torch.zeros(C, dtype=torch.float64)
+        for update in updates.values():
+            sent = update["prototypes"]
+            w = (
+                sent["counts"].double()
+                if self.prototype_weights == "count"
+                else torch.ones(len(sent["classes"])).double()
+            )
+            weight.index_add_(0, sent["classes"], w)
+            for name in old:
+                total[name].index_add_(0, sent["classes"], _per_class(w, sent[name]) * sent[name].double())
+        held = weight > 0
+        mean = {name: (t / _per_class(weight.clamp(min=1), t)).to(old[name].dtype) for name, t in total.items()}
+        return {name: torch.where(_per_class(held, g), g, old[name]) for name, g in mean.items()}, held
+
+    def log(self, server: Tree, updates: Mapping[ClientId, Tree]) -> Mapping[str, Tensor]:
+        return {"prototype_seen": server["seen"], "prototype_age": server["age"]}
+
+
+class Balance:
+    """The local balanced data set of one client and round, and the pull it has on W."""
+
+    def __init__(self, method: RedGrape, broadcast: Tree, net: Net, site: ClientSite) -> None:
+        self.method, self.net, self.site = method, net, site
+        self.lam = method.lam * decay(method.lam_schedule, site.round, site.rounds, method.lam_final)
+        self.draws, self.views = site.generator("balanced draw"), site.generator("balanced view")
+        self.labels = site.data.labels
+        counts = torch.bincount(self.labels, minlength=site.num_classes)
+        real = counts >= method.threshold if method.use_real_data else torch.zeros_like(counts, dtype=torch.bool)
+        self.real_classes = real.nonzero().flatten()  # L_bal
+        self.T = int(method.threshold) if len(self.real_classes) else 0
+        self.constant = self._prototype_sum(broadcast, ~real)
+        self.active = site.round > 1 and (len(self.real_classes) > 0 or bool((broadcast["seen"] & ~real).any()))
+        self.drawn: tuple[Tensor, Tensor] | None = None
+
+    def _prototype_sum(self, broadcast: Tree, missing: Tensor) -> Tensors:
+        """sum over the classes outside L_bal of g_pro[c], the part of Eq. (11) that is constant over a round."""
+        available = broadcast["seen"] & missing
+        factor = 1.0
+        if self.method.unseen == "mean" and available.any():  # each class without a prototype gets the others' mean
+            factor = float(missing.sum() / available.sum())
+        return {
+            name: (g[available].sum(dim=0) * factor).to(self.site.device) for name, g in broadcast["prototypes"].items()
+        }
+
+    def _examples(self) -> tuple[Tensor, Tensor]:
+        """D_bal: T examples of each class of L_bal, without replacement; one view of them for the whole round."""
+        if self.drawn is None or self.method.balanced_draw == "step":
+            order = torch.randperm(len(self.labels), generator=self.draws)
+            order = order[self.labels[order].argsort(stable=True)]  # by class, shuffled within
+            starts = torch.searchsorted(self.labels[order].contiguous(), self.real_classes)
+            rows = order[(starts[:, None] + torch.arange(self.T)).flatten()]
+            x = self.site.inputs(rows, self.net.classifier.weight.dtype, self.views)
+            self.drawn = x, self.labels[rows].to(self.site.device)
+        return self.drawn
+
+    def pull(self) -> Tensors:
+        """lambda g_bal ||g_local|| / ||g_bal||, the second term of Eq. (12), where g_local stands in W's .grad."""
+        W = self.net.classifier
+        g_local = {name: p.grad for name, p in W.named_parameters() if p.grad is not None}
+        nothing = {name: torch.zeros_like(g) for name, g in g_local.items()}
+        if not self.active or self.lam == 0:
+            return nothing
+        g_bal = self._balanced_gradient()
+        if self.method.norm == "joint":
+            ratio = _ratio(tree.norm(g_local.values()), tree.norm(g_bal.values()))
+            return {name: self.lam * ratio * g for name, g in g_bal.items()}
+        return {name: self.lam * _ratio(g_local[name].norm(), g.norm()) * g for name, g in g_bal.items()}
+
+    def _balanced_gradient(self) -> Tensors:
+        """g_bal, Eq. (11). Every class of L_bal has T examples, so the sum of the classes' mean gradients (Eq. 8) is the
+        sum over D_bal divided by T: one forward pass, no graph, W alone."""
+        C = self.site.num_classes
+        if not len(self.real_classes):
+            return {name: g / C for name, g in self.constant.items()}
+        x, y = self._examples()
+        real = summed_gradient(self.net.classifier, features(self.net.encoder, x, self.method.balanced_stats), y)
+        return {name: (g / self.T + self.constant[name]) / C for name, g in real.items()}
+
+
+def _ratio(local: Tensor, balanced: Tensor) -> Tensor:
+    """||g_local|| / ||g_bal||, and 0 where g_bal has no direction."""
+    usable = torch.isfinite(balanced) & (balanced >= _TINY)
+    return torch.where(usable, local / balanced.clamp(min=_TINY), torch.zeros_like(local))
+
+
+def _per_class(values: Tensor, like: Tensor) -> Tensor:
+    """One value a class, shaped to go with a table whose first axis is the class."""
+    return values.reshape(-1, *[1] * (like.dim() - 1))
+
+
+def classifier_of(model: Tensors) -> Tensors:
+    """W of the paper among the model's named tensors, by the names `weight` and `bias`."""
+    return {name.removeprefix("classifier."): t for name, t in model.items() if name.startswith("classifier.")}
+
+
+def parameters_of(classifier: nn.Linear) -> Tensors:
+    return {name: p.detach().cpu() for name, p in classifier.named_parameters()}
+
+
+def linear_like(classifier: nn.Linear, values: Tensors | None) -> nn.Linear:
+    """A second classifier of the same shape with these values; one that is not trained where there are none."""
+    twin = nn.utils.skip_init(
+        nn.Linear,
+        classifier.in_features,
+        classifier.out_features,
+        bias=classifier.bias is not None,
+        device=classifier.weight.device,
+        dtype=classifier.weight.dtype,
+    )
+    if values is None:
+        return twin.requires_grad_(False)
+    twin.load_state_dict(values)
+    return twin

@@ -1,0 +1,57 @@
+"""The nets, by name. Each is a function of the shape of one example and the number of classes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeAlias
+
+from redgrape import keys
+from redgrape.errors import ConfigError, unknown
+from redgrape.nets import cnn, resnet, vector
+from redgrape.nets.net import Net
+
+Builder: TypeAlias = Callable[[tuple[int, ...], int], Net]
+
+NETS: dict[str, Builder] = {
+    "cnn": cnn.cnn,
+    "cnn_dropout": cnn.cnn_dropout,
+    "linear": vector.linear,
+    "mlp": vector.mlp,
+    "resnet8": resnet.resnet8,
+    "resnet8x4": resnet.resnet8x4,
+    "resnet20": resnet.resnet20,
+    "resnet32": resnet.resnet32,
+    "resnet56": resnet.resnet56,
+    "resnet56_bottleneck": resnet.resnet56_bottleneck,
+}
+
+# The shortest side, in pixels, of an image that leaves something to pool, or in a ResNet more than one value to
+# normalise. A net that is not here takes any shape.
+SHORTEST_SIDE: dict[str, int] = {"cnn": 4, "cnn_dropout": 6} | {name: 5 for name in NETS if name.startswith("resnet")}
+
+
+def build(name: str, shape: tuple[int, ...], num_classes: int, seed: int) -> Net:
+    """A new net for examples of this shape; its weights follow from the seed alone."""
+    if name not in NETS:
+        raise unknown("net", name, NETS)
+    if not _fits(name, shape):
+        raise ConfigError(
+            f"net '{name}' needs images of at least {SHORTEST_SIDE[name]}x{SHORTEST_SIDE[name]} pixels, "
+            f"but examples are {'x'.join(map(str, shape))}; choose from {', '.join(nets_for(shape))}"
+        )
+    with keys.global_stream(keys.key(seed, "net")):
+        return NETS[name](shape, num_classes)
+
+
+def nets_for(shape: tuple[int, ...]) -> list[str]:
+    """The names of the nets that take examples of this shape."""
+    return [name for name in NETS if _fits(name, shape)]
+
+
+def describe() -> dict[str, str]:
+    """One line on every net: the first line of its docstring."""
+    return {name: (net.__doc__ or "").partition("\n")[0] for name, net in NETS.items()}
+
+
+def _fits(name: str, shape: tuple[int, ...]) -> bool:
+    return name not in SHORTEST_SIDE or (len(shape) == 3 and min(shape[1:]) >= SHORTEST_SIDE[name])

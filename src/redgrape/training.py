@@ -1,0 +1,274 @@
+"""Federated learning itself: `rounds` is the whole of it. The caller evaluates, logs, checkpoints and stops."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from redgrape import engines, keys, tree
+from redgrape.data.federation import Federation
+from redgrape.engines import ClientHalf, Engine
+from redgrape.errors import ConfigError, Diverged
+from redgrape.method import ClientId, Method, ServerSite
+from redgrape.nets.net import Net
+from redgrape.numerics import same_bits_everywhere
+from redgrape.tree import Tensors, Tree
+
+
+@dataclass(frozen=True)
+class RunState:
+    """All that a run is after a round: with it, and the description of the run, the next round is determined."""
+
+    round: int
+    server: Tree
+    clients: Mapping[ClientId, Tree]
+    record: Mapping[str, Any] = field(default_factory=dict)  # what happened in this round; decides nothing
+
+
+def rounds(
+    method: Method,
+    engine: Engine,
+    site: ServerSite,
+    *,
+    eligible: Sequence[ClientId],
+    clients_per_round: int,
+    start: RunState | None = None,
+) -> Iterator[RunState]:
+    """The states after round 1, 2, ... `site.rounds`, or those that follow `start`."""
+    state = start if start is not None else _first_state(method, site)
+    for t in range(state.round + 1, site.rounds + 1):
+        here = replace(site, round=t)
+        sampled = sample_clients(eligible, clients_per_round, site.seed, t)
+        with same_bits_everywhere():
+            broadcast = method.broadcast(state.server)
+        answers = engine.run_clients(broadcast, {k: state.clients.get(k) for k in sampled}, t)
+        rejected = {k: reason for k in sorted(answers) if (reason := _not_finite(answers[k].update))}
+        accepted = {k: answers[k] for k in sorted(answers) if k not in rejected}
+        if not accepted:
+            raise Diverged(
+                f"DIVERGED in round {t}: {_first_reason(rejected)}; lower the learning rate or clip the gradient"
+            )
+        updates = {k: answer.update for k, answer in accepted.items()}
+        with same_bits_everywhere():
+            server = method.server_update(state.server, updates, here)
+            if where := _not_finite(server):
+                raise Diverged(f"DIVERGED in round {t}: server {where}; lower the learning rate or clip the gradient")
+            record = {
+                "round": t,
+                "clients": sampled,
+                "answered": list(accepted),
+                "rejected": {str(k): reason for k, reason in rejected.items()},
+                "train_loss": _mean_loss(updates),
+                "bytes_down": len(sampled) * tree.num_bytes(broadcast),
+                "bytes_up": sum(tree.num_bytes(update) for update in updates.values()),
+                **{name: value.tolist() for name, value in method.log(server, updates).items()},
+            }
+        # A client without state (most methods) is not remembered.
+        clients = {**state.clients, **{k: a.state for k, a in accepted.items() if a.state}}
+        state = RunState(t, server, clients, record)
+        yield state
+
+
+def _first_state(method: Method, site: ServerSite) -> RunState:
+    model = {name: t.detach().cpu().clone().contiguous() for name, t in site.build().state_dict().items()}
+    with same_bits_everywhere():
+        return RunState(0, method.init_server(model, replace(site, round=0)), {})
+
+
+def sample_clients(eligible: Sequence[ClientId], count: int, seed: int, round: int) -> list[ClientId]:
+    """The clients of a round, a function of (seed, round) alone, so that every method meets the same sequence."""
+    if count >= len(eligible):
+        return sorted(eligible)
+    chosen = keys.numpy_stream(seed, "sample", round).choice(len(eligible), size=count, replace=False)
+    return sorted(eligible[i] for i in chosen.tolist())
+
+
+def _not_finite(update: Tree) -> str | None:
+    """`tensor 'delta/encoder.0.weight' is not finite`, or None."""
+    for name, t in tree.flatten(update).items():
+        if t.is_floating_point() and not torch.isfinite(t).all():
+            return f"tensor '{name}' is not finite"
+    return None
+
+
+def _first_reason(rejected: Mapping[ClientId, str]) -> str:
+    for client, reason in rejected.items():
+        return f"client {client}: {reason}"
+    return "no client answered"
+
+
+def _mean_loss(updates: Mapping[ClientId, Tree]) -> float | None:
+    """The clients' training losses, weighted by their examples, where the method reports them."""
+    pairs = [(float(u["loss"]), float(u["count"])) for u in updates.values() if "loss" in u and "count" in u]
+    return sum(loss * n for loss, n in pairs) / sum(n for _, n in pairs) if pairs else None
+
+
+@dataclass(frozen=True)
+class Step:
+    """One evaluated round: the state after it, its figures, and (apart, since they differ from run to run) its times."""
+
+    state: RunState
+    record: dict[str, Any]
+    seconds: dict[str, float]
+
+
+class Training:
+    """A method on a federation: opens an engine, and yields evaluated rounds.
+
+    with Training(method, federation, build, rounds=10) as training:
+        for step in training.steps():
+            print(step.record["test"]["accuracy"])
+    """
+
+    def __init__(
+        self,
+        method: Method,
+        federation: Federation,
+        build: Callable[[], Net],
+        *,
+        rounds: int,
+        clients_per_round: int | None = None,
+        seed: int = 0,
+        workers: int = 1,
+        device: str = "cpu",
+        evaluate_every: int = 1,
+    ) -> None:
+        if rounds < 1:
+            raise ConfigError(f"rounds is {rounds}; there must be at least 1")
+        if clients_per_round is not None and not 1 <= clients_per_round <= federation.num_clients:
+            raise ConfigError(
+                f"clients_per_round is {clients_per_round}; choose 1 to {federation.num_clients}, or none for all clients"
+            )
+        if workers < 1:
+            raise ConfigError(
+                f"workers is {workers}; there must be at least 1 (this machine has {os.cpu_count()} cores)"
+            )
+        place = _device(device)
+        check_net(build(), federation)
+        self.federation = federation
+        self.method = method
+        self.build = build
+        self.evaluate_every = evaluate_every
+        self.eligible = [k for k in range(federation.num_clients) if federation.size(k) > 0]
+        self.clients_per_round = clients_per_round or federation.num_clients
+        self.site = ServerSite(build, federation.num_clients, federation.num_classes, seed, 0, rounds, place)
+        self.engine = engines.create(ClientHalf(method, federation, build, seed, rounds, place), workers)
+
+    def steps(self, start: RunState | None = None) -> Iterator[Step]:
+        before = time.perf_counter()
+        for state in rounds(
+            self.method,
+            self.engine,
+            self.site,
+            eligible=self.eligible,
+            clients_per_round=self.clients_per_round,
+            start=start,
+        ):
+            trained = time.perf_counter()
+            record = dict(state.record)
+            if self._is_evaluated(state.round):
+                record["test"] = self.engine.evaluate(state.server["model"], "test").record(self.federation.groups)
+                if self.federation.validation is not None:
+                    scores = self.engine.evaluate(state.server["model"], "validation")
+                    record["validation"] = scores.record(self.federation.groups)
+            after = time.perf_counter()
+            yield Step(state, record, {"train": trained - before, "evaluate": after - trained})
+            before = time.perf_counter()
+
+    def _is_evaluated(self, round: int) -> bool:
+        """Every evaluate_every rounds, and each of the last ten, whose mean is what a run reports."""
+        return round % self.evaluate_every == 0 or round > self.site.rounds - 10
+
+    def net(self, model: Tensors) -> Net:
+        """The inference model."""
+        return self.site.load(model).eval().cpu()
+
+    def close(self) -> None:
+        self.engine.close()
+
+    def __enter__(self) -> Training:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+@dataclass(frozen=True)
+class Result:
+    """server: the final state, named tensors; net: the inference model (P and W); history: one record a round."""
+
+    server: Tree
+    net: Net
+    history: list[dict[str, Any]]
+
+
+def train(
+    method: Method,
+    federation: Federation,
+    build: Callable[[], Net],
+    *,
+    rounds: int,
+    clients_per_round: int | None = None,
+    seed: int = 0,
+    workers: int = 1,
+    device: str = "cpu",
+    evaluate_every: int = 1,
+) -> Result:
+    """Train a method on a federation from the weights that `build` gives, and evaluate as it goes.
+
+    `build` returns a fresh Net at every call. With one worker it may be any callable; with more it must be importable,
+    because it is sent to other processes.
+    """
+    history = []
+    with Training(
+        method,
+        federation,
+        build,
+        rounds=rounds,
+        clients_per_round=clients_per_round,
+        seed=seed,
+        workers=workers,
+        device=device,
+        evaluate_every=evaluate_every,
+    ) as training:
+        for step in training.steps():
+            history.append(step.record)
+        return Result(step.state.server, training.net(step.state.server["model"]), history)
+
+
+def check_net(net: object, federation: Federation) -> None:
+    """Raise ConfigError where `build` does not give an encoder with a linear classifier for these classes and inputs."""
+    if not isinstance(net, Net) or not isinstance(net.classifier, nn.Linear):
+        raise ConfigError(
+            f"build() returned a {type(net).__name__}; it must return redgrape.Net(encoder, nn.Linear(...))"
+        )
+    if net.classifier.out_features != federation.num_classes:
+        raise ConfigError(
+            f"the net's classifier has {net.classifier.out_features} outputs for {federation.num_classes} classes"
+        )
+    x = federation.test if len(federation.test) else federation.train
+    try:
+        with torch.no_grad():
+            z: Tensor = net.eval()(x.inputs(torch.zeros(2, dtype=torch.int64), net.classifier.weight.dtype))
+    except RuntimeError as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(f"the net does not take inputs of shape {tuple(x.x.shape[1:])}: {reason}") from error
+    if z.shape != (2, federation.num_classes):
+        raise ConfigError(
+            f"the net gives outputs of shape {tuple(z.shape[1:])}; it must give one number for each class"
+        )
+
+
+def _device(name: str) -> torch.device:
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ConfigError(f"device '{name}' cannot be used here: {str(error).splitlines()[0]}; try 'cpu'") from error
+    return device
