@@ -94,6 +94,7 @@ class Setting:
     norm: str = "joint"
     extra_init: str = "zeros"
     unseen: str = "skip"
+    balanced_draw: str = "round"  # of no consequence here: T examples of T are the same ones whenever they are drawn
     prototype_weights: str = "uniform"
     min_count: int = 1
     use_prototypes: bool = True
@@ -120,11 +121,16 @@ def run(
     sampled: Sequence[Sequence[int]],
     setting: Setting,
     mutate: str | None = None,
+    W_hat: Part | None = None,
 ) -> Outcome:
-    """Train from encoder P and classifier W; `sampled` holds C^t, the clients of each round."""
+    """Train from encoder P and classifier W; `sampled` holds C^t, the clients of each round. W_hat, where it is random,
+    is given."""
     if mutate is not None and mutate not in MUTANTS | EQUIVALENT:
         raise KeyError(mutate)
-    return _Run(setting, len(W["bias"]), mutate).rounds(P, W, clients, sampled)
+    theta: Model = {"P": P, "W": W}
+    if setting.two_stream:
+        theta["W_hat"] = {"zeros": zeros(W), "copy": W}.get(setting.extra_init) or dict(W_hat or {})
+    return _Run(setting, len(W["bias"]), mutate).rounds(theta, clients, sampled)
 
 
 def f(x: Tensor, P: Part) -> Tensor:
@@ -174,10 +180,7 @@ class _Run:
     C: int  # |L|
     mutate: str | None
 
-    def rounds(self, P: Part, W: Part, clients: Sequence[Data], sampled: Sequence[Sequence[int]]) -> Outcome:
-        theta: Model = {"P": P, "W": W}
-        if self.s.two_stream:
-            theta["W_hat"] = {"zeros": zeros(W), "copy": W}[self.s.extra_init]
+    def rounds(self, theta: Model, clients: Sequence[Data], sampled: Sequence[Sequence[int]]) -> Outcome:
         G: Table = {}  # the global prototypes; none before the first round
         G_before: Table = {}
         last: set[int] = set()  # the classes of the last round's clients
@@ -208,7 +211,7 @@ class _Run:
         """Eq. gradient prototypes of last round: grad_W L(P, W; D_kc), on all of D_kc, with W alone."""
         heads = [theta["W_hat"]] if self.mutate == "prototype uses both heads" and self.s.two_stream else []
         table: Table = {}
-        for c in range(self.C):
+        for c in range(self.C) if self.s.use_prototypes else ():
             D_kc = of_class(data, c)
             n = len(D_kc[1])
             if n >= (1 if self.mutate == "min_count ignored" else max(1, self.s.min_count)):  # c in L_k
@@ -311,7 +314,7 @@ class _Run:
         n = [len(of_class(data, c)[1]) for c in range(self.C)]
         L_bal = [c for c in range(self.C) if n[c] >= T and s.use_real_data]  # (1): "reaches a threshold T"
         missing = [c for c in range(self.C) if c not in L_bal]  # (2): L \ L_bal
-        known = [c for c in missing if c in G and s.use_prototypes]
+        known = [c for c in missing if c in G]
         if self.mutate == "absent class skipped":
             known = [c for c in known if n[c]]
         if not L_bal and not known:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import redgrape as rg
-from redgrape_reference import EQUIVALENT, MUTANTS, Data, L, Outcome, Setting, of_class, run
+from redgrape_reference import EQUIVALENT, MUTANTS, Data, L, Outcome, Part, Setting, of_class, run
 
 CLASSES, INPUTS, FEATURES, T = 5, 5, 8, 4
 SAME, DIFFERENT = 1e-10, 1e-6
@@ -66,6 +66,8 @@ CASES = {
 } | {
     "copy": Case(replace(BASE, extra_init="copy")),
     "copy after_step": Case(replace(AFTER, extra_init="copy")),
+    "default": Case(replace(BASE, extra_init="default")),
+    "default after_step": Case(replace(AFTER, extra_init="default")),
     "clip": Case(replace(BASE, clip_norm=0.05)),
     "clip after_step": Case(replace(AFTER, clip_norm=0.05)),
     "clip after_step per_tensor": Case(replace(AFTER, clip_norm=0.05, norm="per_tensor")),
@@ -80,6 +82,7 @@ CASES = {
     "lambda 0": Case(replace(AFTER, lam=0.0)),
     "unseen mean": Case(replace(BASE, unseen="mean")),
     "unseen mean after_step per_tensor": Case(replace(AFTER, unseen="mean", norm="per_tensor")),
+    "drawn at every step": Case(replace(BASE, balanced_draw="step")),
     "count": Case(replace(BASE, prototype_weights="count")),
     "min_count": Case(replace(BASE, min_count=2)),
     "one client absent": Case(BASE, rounds=6, clients_per_round=2),
@@ -108,7 +111,10 @@ NOTICED = {
 
 @cache
 def trained(name: str) -> rg.Result:
-    case = CASES[name]
+    return train(CASES[name])
+
+
+def train(case: Case) -> rg.Result:
     s = case.setting
     method = rg.methods.load("redgrape")(
         lam=s.lam,
@@ -117,6 +123,7 @@ def trained(name: str) -> rg.Result:
         norm=s.norm,
         extra_init=s.extra_init,
         unseen=s.unseen,
+        balanced_draw=s.balanced_draw,
         prototype_weights=s.prototype_weights,
         min_count=s.min_count,
         use_prototypes=s.use_prototypes,
@@ -150,7 +157,15 @@ def sampled(name: str) -> list[list[int]]:
 
 @cache
 def reference(name: str, mutate: str | None = None) -> dict[str, Tensor]:
-    return flat(run(P0, W0, CLIENTS, sampled(name), CASES[name].setting, mutate))
+    W_hat = random_extra() if CASES[name].setting.extra_init == "default" else None
+    return flat(run(P0, W0, CLIENTS, sampled(name), CASES[name].setting, mutate, W_hat))
+
+
+@cache
+def random_extra() -> Part:
+    """W_hat as the package draws it: steps this short leave every number where it is."""
+    still = replace(BASE, extra_init="default", lr=1e-300)
+    return train(Case(still, rounds=1)).server["W_hat"]
 
 
 def flat(outcome: Outcome) -> dict[str, Tensor]:
@@ -179,8 +194,8 @@ def distance(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
     assert all(a[name].shape == b[name].shape for name in a)
     if not torch.equal(a["seen"], b["seen"]):
         return inf
-    largest = max(float((a[name] - b[name]).abs().max()) for name in a if name != "seen")
-    return largest if largest == largest else inf
+    differences = torch.stack([(a[name] - b[name]).abs().max() for name in a if name != "seen"])
+    return float(differences.nan_to_num(nan=inf).max())
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -216,6 +231,14 @@ def test_errors_that_only_some_settings_forgive() -> None:
     summed = "real gradient summed over samples"
     assert distance(reference("no prototypes", summed), reference("no prototypes")) < SAME
     assert distance(package("no real data"), package("threshold inf")) < SAME
+
+
+def test_the_extra_head_starts_on_its_own() -> None:
+    """The default W_hat is drawn like a linear layer of PyTorch: uniform within 1/sqrt(d), and neither W nor zeros."""
+    for key, value in random_extra().items():
+        assert value.shape == W0[key].shape
+        assert 0.5 < float(value.abs().max()) * FEATURES**0.5 <= 1
+        assert float((value - W0[key]).abs().min()) > 0
 
 
 def test_a_holder_drops_out() -> None:

@@ -1,7 +1,7 @@
 """What averaging methods send and how the server averages it.
 
-An update of theirs holds `delta` (new minus old, trained parameters only), `buffers` (values such as BatchNorm's running
-statistics), `count` (examples trained on) and `loss` (their mean training loss).
+An update of theirs holds `delta` (new minus old, trained parameters only), `buffers` (values such as BatchNorm's
+running statistics), `count` (examples trained on) and `loss` (their mean training loss).
 """
 
 from __future__ import annotations

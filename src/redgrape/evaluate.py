@@ -35,8 +35,8 @@ class Scores:
         return [self._share([c]) for c in range(len(self.confusion))]
 
     def record(self, groups: Groups) -> dict[str, Any]:
-        """The figures of one evaluation. Head, middle and tail pool their classes' examples; `balanced` is the mean over
-        classes, which differs from `accuracy` where the test set is not balanced. None: no example to judge by."""
+        """The figures of one evaluation. Head, middle and tail pool their classes' examples; `balanced` is the mean
+        over classes, which differs from `accuracy` where the test set is not balanced. None: no example to judge by."""
         known = [a for a in self.per_class if a is not None]
         return {
             "accuracy": self._share(range(len(self.confusion))),

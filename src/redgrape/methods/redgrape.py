@@ -161,8 +161,8 @@ class RedGrape(FedAvg):
         return update, state  # line 8
 
     def _local_prototypes(self, net: Net, site: ClientSite) -> Tensors:
-        """Eq. (10) for each class of which the client holds min_count examples: their numbers as `classes`, and the mean
-        gradients weight [m, C, d] and bias [m, C]. W alone, evaluation mode, one forward pass."""
+        """Eq. (10) for each class of which the client holds min_count examples: their numbers as `classes`, and the
+        mean gradients weight [m, C, d] and bias [m, C]. W alone, evaluation mode, one forward pass."""
         labels = site.data.labels
         counts = torch.bincount(labels, minlength=site.num_classes)
         sent = counts >= self.min_count if self.use_prototypes else torch.zeros_like(counts, dtype=torch.bool)
@@ -267,8 +267,8 @@ class Balance:
         return {name: self.lam * _ratio(g_local[name].norm(), g.norm()) * g for name, g in g_bal.items()}
 
     def _balanced_gradient(self) -> Tensors:
-        """g_bal, Eq. (11). Every class of L_bal has T examples, so the sum of the classes' mean gradients (Eq. 8) is the
-        sum over D_bal divided by T: one forward pass, no graph, W alone."""
+        """g_bal, Eq. (11). Every class of L_bal has T examples, so the sum of the classes' mean gradients (Eq. 8) is
+        the sum over D_bal divided by T: one forward pass, no graph, W alone."""
         C = self.site.num_classes
         if not len(self.real_classes):
             return {name: g / C for name, g in self.constant.items()}
@@ -299,7 +299,7 @@ def parameters_of(classifier: nn.Linear) -> Tensors:
 
 def linear_like(classifier: nn.Linear, values: Tensors | None) -> nn.Linear:
     """A second classifier of the same shape with these values; one that is not trained where there are none."""
-    twin = nn.utils.skip_init(
+    twin: nn.Linear = nn.utils.skip_init(
         nn.Linear,
         classifier.in_features,
         classifier.out_features,
