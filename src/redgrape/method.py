@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Self, TypeAlias
 
 import torch
-from pydantic import ConfigDict
+from pydantic import ConfigDict, ValidationError
 from torch import Tensor
 
 from redgrape import keys, methods
@@ -22,6 +22,7 @@ from redgrape.errors import unknown
 from redgrape.local import LocalTraining
 from redgrape.nets.net import Net
 from redgrape.tree import Tensors, Tree
+from redgrape.validation import one_line
 
 ClientId: TypeAlias = int  # 0 .. num_clients-1, promised by every engine
 
@@ -90,6 +91,12 @@ class Method(LocalTraining, ABC):
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
 
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
+
+    def __init__(self, **hyper_parameters: Any) -> None:
+        try:
+            super().__init__(**hyper_parameters)
+        except ValidationError as error:
+            raise one_line(error, type(self), "method") from error
 
     @classmethod
     def preset(cls, name: str, **overrides: Any) -> Self:

@@ -7,9 +7,9 @@ file are mapped where they lie, so that both may be larger than memory.
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import zipfile
-import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -18,7 +18,7 @@ import numpy as np
 
 from redgrape.data.examples import Examples
 from redgrape.data.longtail import choose
-from redgrape.data.sources import Source
+from redgrape.data.sources import Source, one_line
 from redgrape.errors import ConfigError, DataError, StorageError
 
 if TYPE_CHECKING:
@@ -86,10 +86,14 @@ def _list_images(folder: Path) -> _Listing:
     splits = ["train", "test"] if set(names) == {"train", "test"} else ["."]
     classes = [[entry.name for entry in _visible_folders(folder / split)] for split in splits]
     if len(classes[0]) < 2:
-        raise DataError(f"{folder / splits[0]} holds {len(classes[0])} class folders; it needs one sub-folder for each class")
+        raise DataError(
+            f"{folder / splits[0]} holds {len(classes[0])} class folders; it needs one sub-folder for each class"
+        )
     if classes[0] != classes[-1]:
         differing = sorted(set(classes[0]) ^ set(classes[-1]))
-        raise DataError(f"{folder}: train and test must have the same class folders; only one of them has {differing[0]}")
+        raise DataError(
+            f"{folder}: train and test must have the same class folders; only one of them has {differing[0]}"
+        )
     paths: list[Path] = []
     labels: list[int] = []
     test: list[bool] = []
@@ -99,9 +103,7 @@ def _list_images(folder: Path) -> _Listing:
             paths += found
             labels += [label] * len(found)
             test += [split == "test"] * len(found)
-    return _Listing(
-        folder, classes[0], paths, np.array(labels, np.int64), np.array(test) if len(splits) == 2 else None
-    )
+    return _Listing(folder, classes[0], paths, np.array(labels, np.int64), np.array(test) if len(splits) == 2 else None)
 
 
 def _visible_folders(folder: Path) -> list[Path]:
@@ -110,7 +112,9 @@ def _visible_folders(folder: Path) -> list[Path]:
 
 def _images_of_class(class_folder: Path, folder: Path) -> list[Path]:
     if inner := _visible_folders(class_folder):
-        raise DataError(f"{inner[0]} is a folder inside a class folder; images must lie directly in the folder of their class")
+        raise DataError(
+            f"{inner[0]} is a folder inside a class folder; images must lie directly in the folder of their class"
+        )
     found = sorted(
         entry
         for entry in class_folder.iterdir()
@@ -119,6 +123,8 @@ def _images_of_class(class_folder: Path, folder: Path) -> list[Path]:
     if not found:
         raise DataError(f"{class_folder} holds no images; remove the folder or add images of its class")
     for path in found:
+        if not path.is_file():
+            raise DataError(f"{path} is not a file, or a link to nothing; remove it")
         if not path.resolve().is_relative_to(folder.resolve()):
             raise DataError(f"{path} is a link to a place outside of {folder}; put a copy there instead")
     return found
@@ -192,7 +198,7 @@ def _open(path: Path, use: Any) -> Any:
         with Image.open(path) as image:
             return use(image)
     except Exception as error:  # decoders raise anything at damaged files
-        raise DataError(f"{path} cannot be read as an image ({_one_line(error)}); replace or remove it") from error
+        raise DataError(f"{path} cannot be read as an image ({one_line(error)}); replace or remove it") from error
 
 
 def _from_npz(path: Path, seed: int) -> Source:
@@ -209,12 +215,12 @@ def _from_npz(path: Path, seed: int) -> Source:
         _same_length(path, "y_test", y_test, x_test)
         if (x_test.shape[1:], x_test.dtype) != (x.shape[1:], x.dtype):
             raise DataError(
-                f"{path}: x_test holds {x_test.dtype} of shape {x_test.shape[1:]}, but x {x.dtype} of shape {x.shape[1:]}"
+                f"{path}: a row of x_test is {x_test.dtype} {x_test.shape[1:]}, a row of x {x.dtype} {x.shape[1:]}"
             )
-        names = _class_names(arrays, max(_highest(y), _highest(y_test)))
+        names = _class_names(arrays, max(_highest(y), _highest(y_test)), len(y))
         train, test = Examples(x, y), Examples(x_test, y_test)
     else:
-        names = _class_names(arrays, _highest(y))
+        names = _class_names(arrays, _highest(y), len(y))
         test_rows = _test_rows(arrays, len(y)) if "test" in arrays else held_out_rows(y, len(names), seed)
         train_rows, train, test = _split(Examples(x, y), test_rows)
         clients = None if clients is None else clients[train_rows]
@@ -234,7 +240,7 @@ class _Arrays:
             with zipfile.ZipFile(path) as archive:
                 self.members = {info.filename.removesuffix(".npy"): info for info in archive.infolist()}
         except (OSError, zipfile.BadZipFile, ValueError) as error:
-            raise DataError(f"{path} cannot be read as an .npz file ({_one_line(error)})") from error
+            raise DataError(f"{path} cannot be read as an .npz file ({one_line(error)})") from error
 
     def __contains__(self, name: str) -> bool:
         return name in self.members
@@ -248,12 +254,12 @@ class _Arrays:
                 return self._mapped(member)
             with zipfile.ZipFile(self.path) as archive, archive.open(member) as file:
                 return np.lib.format.read_array(file, allow_pickle=False)
-        except (OSError, EOFError, ValueError, zipfile.BadZipFile, zlib.error, RuntimeError, NotImplementedError) as error:
-            raise DataError(f"{self.path}: array `{name}` cannot be read ({_one_line(error)})") from error
+        except Exception as error:  # a damaged file can raise nearly anything
+            raise DataError(f"{self.path}: array `{name}` cannot be read ({one_line(error)})") from error
 
     def _mapped(self, member: zipfile.ZipInfo) -> Any:
-        """A local file header is 30 bytes, of which 26-27 and 28-29 hold the lengths of the name and the extra field that
-        follow it; then comes the .npy file."""
+        """A local file header is 30 bytes, of which 26-27 and 28-29 hold the lengths of the name and of the extra field
+        that follow it; then comes the .npy file."""
         with self.path.open("rb") as file:
             file.seek(member.header_offset)
             header = file.read(30)
@@ -266,8 +272,8 @@ class _Arrays:
             if dtype.hasobject:
                 raise ValueError("it holds Python objects; save numbers")
             offset = file.tell()
-        if offset + dtype.itemsize * int(np.prod(shape, dtype=np.int64)) > start + member.file_size:
-            raise ValueError("it is shorter than its header says")
+        if min(shape, default=0) < 0 or offset + dtype.itemsize * math.prod(shape) > start + member.file_size:
+            raise ValueError("its header asks for more than the file holds")
         if 0 in shape:
             return np.empty(shape, dtype)
         return np.memmap(self.path, dtype, "r", offset, shape, "F" if column_major else "C")
@@ -293,7 +299,9 @@ def _inputs(x: Any, what: str) -> Any:
             return x
         if x.ndim == 4 and x.shape[3] in (1, 3):
             return np.moveaxis(x, 3, 1)
-        raise DataError(f"{what} has shape {x.shape}; uint8 images are [n, h, w], [n, c, h, w] or [n, h, w, c], c 1 or 3")
+        raise DataError(
+            f"{what} has shape {x.shape}; uint8 images are [n, h, w], [n, c, h, w] or [n, h, w, c], c 1 or 3"
+        )
     if x.dtype not in (np.float16, np.float32, np.float64):
         raise DataError(f"{what} holds {x.dtype}; pass images as uint8, anything else as float32")
     if x.ndim < 2:
@@ -316,19 +324,28 @@ def _integers(values: Any, what: str) -> Any:
 
 def _same_length(path: Path, name: str, values: Any, x: Any) -> None:
     if len(values) != len(x):
-        raise DataError(f"{path}: {name} has {len(values)} entries for {len(x)} rows of inputs; there must be one for each")
+        raise DataError(
+            f"{path}: {name} has {len(values)} entries for {len(x)} rows of inputs; there must be one for each"
+        )
 
 
 def _highest(labels: Rows) -> int:
     return int(labels.max()) if len(labels) else -1
 
 
-def _class_names(arrays: _Arrays, highest: int) -> list[str]:
+def _class_names(arrays: _Arrays, highest: int, examples: int) -> list[str]:
     if "class_names" not in arrays:
+        if highest >= examples:
+            raise DataError(
+                f"{arrays.path}: label {highest} among {examples} examples; labels number the classes 0 .. C-1 "
+                f"(pass class_names if there are that many)"
+            )
         return [str(c) for c in range(highest + 1)]
     names = arrays["class_names"]
     if names.ndim != 1 or names.dtype.kind != "U":
-        raise DataError(f"{arrays.path}: class_names holds {names.dtype} of shape {names.shape}; pass one row of strings")
+        raise DataError(
+            f"{arrays.path}: class_names holds {names.dtype} of shape {names.shape}; pass one row of strings"
+        )
     if highest >= len(names):
         raise DataError(f"{arrays.path}: label {highest} is outside the {len(names)} classes that class_names gives")
     return [str(name) for name in names]
@@ -337,9 +354,7 @@ def _class_names(arrays: _Arrays, highest: int) -> list[str]:
 def _test_rows(arrays: _Arrays, n: int) -> Rows:
     test = arrays["test"]
     if test.dtype != np.bool_ or test.shape != (n,):
-        raise DataError(f"{arrays.path}: test holds {test.dtype} of shape {test.shape}; pass a bool for each of {n} rows")
+        raise DataError(
+            f"{arrays.path}: test holds {test.dtype} of shape {test.shape}; pass a bool for each of {n} rows"
+        )
     return np.flatnonzero(test)
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split()) or type(error).__name__

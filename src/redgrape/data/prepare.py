@@ -1,0 +1,93 @@
+"""From options to a federation: load, hold out a validation set, make the long tail, divide among clients."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import numpy as np
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+from redgrape.data import longtail
+from redgrape.data.augment import Augment
+from redgrape.data.federation import Federation
+from redgrape.data.partition import Kind, partition
+from redgrape.data.sources import load
+from redgrape.errors import ConfigError
+
+
+def _list_to_tuple(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value  # TOML has lists only
+
+
+class DataOptions(BaseModel):
+    """Which data, how imbalanced, and how it is divided among the clients."""
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
+
+    source: str = Field(
+        "digits",
+        description="digits, mnist, fashion_mnist, cifar10, cifar100, or a path: a folder of images or an .npz file",
+    )
+    image_size: int | None = Field(None, ge=1, description="resize a folder's images to so many pixels square")
+    imbalance: Literal["exponential", "binary", "natural"] = Field(
+        "exponential",
+        description="exponential: sizes fall from class to class; binary: the tail classes are cut; natural: as it is",
+    )
+    ir: float = Field(50.0, ge=1, allow_inf_nan=False, description="imbalance ratio: largest class over smallest")
+    tail_classes: Annotated[tuple[int, ...], BeforeValidator(_list_to_tuple)] = Field(
+        (0, 7, 8), description="the classes that binary imbalance cuts"
+    )
+    head_cap: int | None = Field(None, ge=1, description="no class keeps more training examples than this")
+    partition: Kind = Field(
+        "class_dirichlet",
+        description="class_dirichlet, prior_dirichlet, creff, iid, or natural: the clients that the data names",
+    )
+    alpha: float = Field(1.0, gt=0, allow_inf_nan=False, description="Dirichlet concentration: small is more skewed")
+    clients: int = Field(10, ge=1, description="number of clients; the natural partition brings its own")
+    validation: int = Field(0, ge=0, description="training examples of each class held out for validation")
+    crop: int = Field(0, ge=0, description="augmentation: pad by so many pixels and cut a random window")
+    flip: bool = Field(False, description="augmentation: mirror images by a coin")
+    cutout: int = Field(0, ge=0, description="augmentation: blank a random square of so many pixels")
+
+
+def prepare(options: DataOptions, seed: int, root: Path | None = None) -> Federation:
+    """The federation of these options. Its parts are rows of the source's training examples, which are not copied."""
+    source = load(options.source, root, seed=seed, image_size=options.image_size)
+    num_classes = len(source.class_names)
+    labels = source.train.labels.numpy()
+
+    # before the long tail, so that the validation set is balanced where the data allows it
+    counts = np.bincount(labels, minlength=num_classes)
+    held_out = longtail.choose(labels, np.minimum(options.validation, counts // 2).tolist(), seed, "validation")
+    remaining = np.setdiff1d(np.arange(len(labels)), held_out)
+
+    sizes = _sizes(options, np.bincount(labels[remaining], minlength=num_classes).tolist())
+    rows = remaining[longtail.choose(labels[remaining], sizes, seed)]
+    natural = None if source.clients is None else source.clients[rows]
+    parts = partition(labels[rows], options.partition, options.clients, options.alpha, seed, natural)
+    return Federation.from_parts(
+        replace(source.train, augment=_augment(options, source.train.x.dim())),
+        [rows[part] for part in parts],
+        source.test,
+        num_classes,
+        validation=source.train.take(held_out) if options.validation else None,
+        class_names=source.class_names,
+        tail=options.tail_classes if options.imbalance == "binary" else None,
+    )
+
+
+def _sizes(options: DataOptions, counts: list[int]) -> list[int]:
+    if options.imbalance == "exponential":
+        return longtail.exponential(counts, options.ir, options.head_cap)
+    if options.imbalance == "binary":
+        return longtail.binary(counts, options.ir, options.tail_classes, options.head_cap)
+    return longtail.natural(counts, options.head_cap)
+
+
+def _augment(options: DataOptions, dimensions: int) -> Augment:
+    augment = Augment(options.crop, options.flip, options.cutout)
+    if augment != Augment() and dimensions != 4:
+        raise ConfigError(f"crop, flip and cutout are for images, but {options.source} holds vectors; leave them out")
+    return augment

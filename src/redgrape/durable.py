@@ -1,0 +1,89 @@
+"""Files that are either there whole or not there at all, whatever happens in between.
+
+Every step of a save passes `fault_point`, where a test can end the process, so that a crash at each of them is tried.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from redgrape.errors import StorageError
+
+_steps: dict[str, int] = {}
+
+
+def fault_point(kind: str) -> None:
+    """End the process here where REDGRAPE_CRASH_AT names this step, as in `fsync:3` for the third fsync."""
+    crash_at = os.environ.get("REDGRAPE_CRASH_AT")
+    if crash_at is not None:
+        _steps[kind] = _steps.get(kind, 0) + 1
+        if crash_at == f"{kind}:{_steps[kind]}":
+            os._exit(137)
+
+
+@contextmanager
+def storage_errors(doing: str, path: Path) -> Iterator[None]:
+    """Whatever the system says of a file, as one line."""
+    try:
+        yield
+    except OSError as error:
+        raise StorageError(f"cannot {doing} '{path}': {error.strerror or error}") from error
+
+
+def write_file(path: Path, data: bytes) -> None:
+    """Write and flush to the disk. Not atomic: for new files in a folder that is renamed into place afterwards."""
+    with path.open("wb") as file:
+        fault_point("write")
+        file.write(data)
+        file.flush()
+        fault_point("fsync")
+        os.fsync(file.fileno())
+
+
+def replace_file(path: Path, data: bytes) -> None:
+    """Atomically give the file this content."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    with storage_errors("write", path):
+        write_file(temporary, data)
+        fault_point("rename")
+        temporary.replace(path)
+        sync_folder(path.parent)
+
+
+def create_folder(path: Path, files: Mapping[str, bytes]) -> None:
+    """Atomically make a folder with these files. One that is there already, left by a crash, gives way."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    with storage_errors("write", path):
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+        for name, data in files.items():
+            write_file(temporary / name, data)
+        sync_folder(temporary)
+        shutil.rmtree(path, ignore_errors=True)
+        fault_point("rename")
+        temporary.rename(path)
+        sync_folder(path.parent)
+
+
+def append_line(path: Path, line: str) -> None:
+    with storage_errors("write", path), path.open("ab") as file:
+        fault_point("write")
+        file.write(line.encode() + b"\n")
+        file.flush()
+        fault_point("fsync")
+        os.fsync(file.fileno())
+
+
+def sync_folder(path: Path) -> None:
+    """Flush the folder's own entries, where the system can (Windows cannot)."""
+    fault_point("fsync")
+    if os.name == "posix":
+        fd = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)

@@ -1,0 +1,177 @@
+"""An experiment: one typed, validated description of a run, which round-trips with TOML."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import tomllib
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, Self
+
+import safetensors
+import safetensors.torch
+import tomli_w
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from redgrape import methods, nets
+from redgrape.data.federation import Federation
+from redgrape.data.prepare import DataOptions
+from redgrape.errors import ConfigError, DataError, unknown
+from redgrape.method import Method
+from redgrape.nets.net import Net
+from redgrape.validation import one_line
+
+_STRICT = ConfigDict(frozen=True, strict=True, extra="forbid")
+
+
+class NetOptions(BaseModel):
+    model_config = _STRICT
+
+    name: str = Field("cnn", description="which net")
+    weights: str | None = Field(
+        None, description="safetensors file with initial weights, for example of a pretrained encoder"
+    )
+
+    @model_validator(mode="after")
+    def _known(self) -> Self:
+        if self.name not in nets.NETS:
+            raise ValueError(str(unknown("net", self.name, nets.NETS)))
+        return self
+
+
+class MethodOptions(BaseModel):
+    """The method's name and preset; every other key is one of its hyper-parameters."""
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="allow")
+
+    name: str = Field("redgrape", description="which method, or the path of a Python file that defines one")
+    preset: str = Field("paper", description="where the hyper-parameters start from")
+
+    def create(self) -> Method:
+        method = methods.load(self.name)
+        hyper = dict(self.model_extra or {})
+        return method.preset(self.preset, **hyper) if method.presets else method(**hyper)
+
+    def resolved(self) -> dict[str, Any]:
+        """Name and preset with every hyper-parameter written out."""
+        return {"name": self.name, "preset": self.preset, **dict(self.create())}
+
+
+class Experiment(BaseModel):
+    """All that decides a run's result. Where it runs (workers, data folder) is not part of it."""
+
+    model_config = _STRICT
+
+    seed: int = Field(0, ge=0, le=2**63 - 1, description="decides split, initial weights, sampling and shuffling")
+    rounds: int = Field(20, ge=1, description="rounds of communication")
+    clients_per_round: int | None = Field(None, ge=1, description="clients sampled a round; left out: all of them")
+    evaluate_every: int = Field(1, ge=1, description="evaluate every so many rounds, and in each of the last ten")
+    checkpoint_every: int = Field(1, ge=1, description="save every so many rounds, and after the last")
+    data: DataOptions = Field(default_factory=DataOptions)
+    net: NetOptions = Field(default_factory=NetOptions)
+    method: MethodOptions = Field(default_factory=MethodOptions)
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        clients = self.data.clients
+        natural = self.data.partition == "natural"
+        if self.clients_per_round is not None and not natural and self.clients_per_round > clients:
+            raise ValueError(
+                f"clients_per_round is {self.clients_per_round}, and there are only {clients} data.clients"
+            )
+        return self
+
+    @classmethod
+    def parse(cls, values: Mapping[str, Any]) -> Experiment:
+        """From nested values, as TOML gives them; anything wrong is a ConfigError of one line."""
+        try:
+            experiment = cls.model_validate(values)
+        except ValidationError as error:
+            raise one_line(error, cls) from error
+        except RecursionError as error:
+            raise ConfigError("the experiment is nested too deeply") from error
+        experiment.method.create()
+        return experiment
+
+    @classmethod
+    def read(cls, path: Path) -> Experiment:
+        return cls.parse(read_toml(path))
+
+    def resolved(self) -> dict[str, Any]:
+        """As nested values with everything written out; None, which TOML lacks, is left out."""
+        values = self.model_dump(exclude={"method"}) | {"method": self.method.resolved()}
+        return _without_none(values)
+
+    def to_toml(self) -> str:
+        return tomli_w.dumps(self.resolved())
+
+    def hash(self) -> str:
+        """The name of this experiment: equal for equal descriptions."""
+        text = json.dumps(self.resolved(), sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    def with_rounds(self, rounds: int) -> Experiment:
+        return Experiment.parse({**self.resolved(), "rounds": rounds})
+
+    def builder(self, federation: Federation) -> Callable[[], Net]:
+        """A callable that another process can be given, and that returns a fresh net with the initial weights."""
+        shape = tuple(federation.train.x.shape[1:])
+        return partial(build_net, self.net.name, shape, federation.num_classes, self.seed, self.net.weights)
+
+
+def build_net(name: str, shape: tuple[int, ...], num_classes: int, seed: int, weights: str | None = None) -> Net:
+    net = nets.build(name, shape, num_classes, seed)
+    if weights is not None:
+        _load_weights(net, Path(weights))
+    return net
+
+
+def _load_weights(net: Net, path: Path) -> None:
+    """Take the tensors of the file whose names the net has; a file that has none of the encoder's is refused."""
+    try:
+        stored = safetensors.torch.load_file(path)
+    except (OSError, safetensors.SafetensorError) as error:
+        raise DataError(f"cannot read initial weights from '{path}': {error}") from error
+    own = net.state_dict()
+    taken = {name: t for name, t in stored.items() if name in own}
+    if not any(name.startswith("encoder.") for name in taken):
+        wanted = next(iter(own))
+        raise DataError(f"'{path}' holds no weights for this encoder; its tensors should be named like '{wanted}'")
+    for name, t in taken.items():
+        if t.shape != own[name].shape:
+            raise DataError(f"'{path}': tensor '{name}' is {list(t.shape)}, and the net's is {list(own[name].shape)}")
+    net.load_state_dict({**own, **taken})
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8-sig"))
+    except OSError as error:
+        raise ConfigError(f"cannot read the experiment '{path}': {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ConfigError(f"'{path}' is not valid TOML: {error}") from error
+
+
+def override(values: dict[str, Any], assignment: str) -> None:
+    """Apply `section.key=value`; the value is read as TOML, and as a string where it is none."""
+    key, equals, text = assignment.partition("=")
+    if not equals or not key.strip():
+        raise ConfigError(f"'{assignment}' is not of the form key=value, for example data.ir=100")
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except (tomllib.TOMLDecodeError, RecursionError):
+        value = text
+    *sections, name = key.strip().split(".")
+    for section in sections:
+        values = values.setdefault(section, {})
+        if not isinstance(values, dict):
+            raise ConfigError(f"'{key}' cannot be set: '{section}' is a value, not a section")
+    values[name] = value
+
+
+def _without_none(values: Any) -> Any:
+    if isinstance(values, Mapping):
+        return {name: _without_none(value) for name, value in values.items() if value is not None}
+    return list(values) if isinstance(values, tuple) else values

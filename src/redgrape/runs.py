@@ -1,0 +1,146 @@
+"""Runs: an experiment carried out in its folder, from the beginning or from where it was left."""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+import redgrape
+from redgrape import tree
+from redgrape.data.federation import Federation
+from redgrape.data.prepare import prepare
+from redgrape.errors import DataError, StorageError
+from redgrape.experiment import Experiment
+from redgrape.store import RunFolder
+from redgrape.training import Step, Training
+
+LAST = 10  # a run's result is the mean over this many last evaluations, as in the paper
+FIGURES = ("accuracy", "balanced", "head", "middle", "tail")
+
+
+class Run:
+    """One run in its folder. `steps()` carries it out; what was done before is not done again.
+
+    with Run.open(path, workers=2) as run:
+        for step in run.steps():
+            ...
+    """
+
+    def __init__(self, folder: RunFolder, *, workers: int, device: str = "cpu", data_root: Path | None = None) -> None:
+        self.folder = folder
+        self.experiment = folder.experiment()
+        self.workers, self.device, self.data_root = workers, device, data_root
+        self.notes: list[str] = []  # what a person should know, such as a damaged checkpoint that was passed over
+
+    def steps(self) -> Iterator[Step]:
+        """The rounds that are still to be done, each committed before it is yielded."""
+        with self.folder.locked():
+            self.folder.sweep()
+            start, wrong = self.folder.latest()
+            self.notes += [f"{reason}; going on from round {start.round if start else 0}" for reason in wrong]
+            done = start.round if start is not None else 0
+            self.folder.cut_after(done)
+            if done < self.experiment.rounds:
+                federation = self._federation()
+                with self._training(federation) as training:
+                    for step in training.steps(start):
+                        self.folder.append(step.record, step.seconds)
+                        last = step.state.round == self.experiment.rounds
+                        if last or step.state.round % self.experiment.checkpoint_every == 0:
+                            self.folder.save(step.state, self.experiment)
+                        yield step
+            self._finish()
+
+    def _training(self, federation: Federation) -> Training:
+        e = self.experiment
+        return Training(
+            e.method.create(),
+            federation,
+            e.builder(federation),
+            rounds=e.rounds,
+            clients_per_round=e.clients_per_round,
+            seed=e.seed,
+            workers=self.workers,
+            device=self.device,
+            evaluate_every=e.evaluate_every,
+        )
+
+    def _federation(self) -> Federation:
+        federation = prepare(self.experiment.data, self.experiment.seed, self.data_root)
+        here = environment(self.device, federation)
+        path = self.folder.path / "environment.json"
+        if path.exists():
+            before = self.folder.environment()
+            if before["split"] != here["split"]:
+                raise DataError(
+                    f"the data of '{self.folder.path}' has changed since it began: the split was {before['split'][:12]}, "
+                    f"and is {here['split'][:12]}; put the old data back or start a new run"
+                )
+        else:
+            self.folder.write_partition(federation)
+            self.folder.write_environment(here)
+        return federation
+
+    def _finish(self) -> None:
+        state, _ = self.folder.latest()
+        if state is None:
+            raise StorageError(f"'{self.folder.path}' has no checkpoint although it has been run")
+        self.folder.write_summary(summarize(self.folder, self.experiment, hashlib.sha256(tree.to_bytes(state.server))))
+
+    def extend(self, rounds: int) -> None:
+        """Let the run go on to this many rounds."""
+        with self.folder.locked():
+            self.experiment = self.experiment.with_rounds(rounds)
+            self.folder.write_experiment(self.experiment)
+
+
+def environment(device: str, federation: Federation) -> dict[str, Any]:
+    """What could change bits, or explain a difference; and the name of the split."""
+    return {
+        "redgrape": redgrape.__version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "numpy": np.__version__,
+        "platform": sys.platform,
+        "machine": platform.machine(),
+        "device": device,
+        "split": federation.fingerprint(),
+        "class_names": federation.class_names,
+        "class_counts": federation.class_counts.tolist(),
+        "client_counts": federation.client_counts.tolist(),
+        "groups": {
+            "head": federation.groups.head,
+            "middle": federation.groups.middle,
+            "tail": federation.groups.tail,
+        },
+    }
+
+
+def summarize(folder: RunFolder, experiment: Experiment, state: Any) -> dict[str, Any]:
+    """The run's result: means over the last evaluations."""
+    evaluated = [record for record in folder.metrics() if "test" in record][-LAST:]
+    tests = [record["test"] for record in evaluated]
+    return {
+        "experiment": experiment.hash(),
+        "method": experiment.method.name,
+        "seed": experiment.seed,
+        "rounds": experiment.rounds,
+        "split": folder.environment()["split"],
+        "state": state.hexdigest(),
+        "averaged_rounds": [record["round"] for record in evaluated],
+        "mean_of_last": {figure: _mean([test[figure] for test in tests]) for figure in FIGURES},
+        "per_class": [_mean(values) for values in zip(*[test["per_class"] for test in tests], strict=True)],
+        "last": tests[-1],
+    }
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else None

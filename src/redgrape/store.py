@@ -1,0 +1,240 @@
+"""The run folder: everything about one run, in files that a crash cannot spoil.
+
+    experiment.toml          what was run, everything written out
+    environment.json         on what: versions and machine
+    partition.safetensors    which training rows each client holds
+    metrics.jsonl            one line a round; equal in bits between equal runs
+    times.jsonl              wall-clock seconds a round, apart because they never are
+    checkpoints/round-NNNNNN/{server,clients}.safetensors and manifest.json with their checksums; the last two are kept
+    summary.json             the result, written after the last round
+    lock                     held by the process that writes here
+
+A round is committed in this order: its line in metrics.jsonl, then its checkpoint. So a checkpoint never lacks a line,
+and lines after the newest good checkpoint are cut off before a run goes on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import safetensors
+import torch
+
+from redgrape import durable, tree
+from redgrape.data.federation import Federation
+from redgrape.errors import BusyError, ConfigError, StorageError
+from redgrape.experiment import Experiment
+from redgrape.training import RunState
+
+FORMAT = 1
+KEPT = 2
+
+
+class RunFolder:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @classmethod
+    def create(cls, path: Path, experiment: Experiment) -> RunFolder:
+        if path.exists() and (not path.is_dir() or any(path.iterdir())):
+            raise ConfigError(
+                f"'{path}' exists already; `redgrape resume {path}` continues it, --out names another folder"
+            )
+        with durable.storage_errors("make", path):
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        folder = cls(path)
+        folder.write_experiment(experiment)
+        return folder
+
+    @classmethod
+    def open(cls, path: Path) -> RunFolder:
+        if not (path / "experiment.toml").is_file():
+            raise StorageError(f"'{path}' is not a run folder: it has no experiment.toml; `redgrape ls` lists runs")
+        return cls(path)
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Held by one process at a time; the system lets go of it when the process ends, however it ends."""
+        with durable.storage_errors("lock", self.path):
+            file = (self.path / "lock").open("a+")
+        with file:
+            if not _try_lock(file.fileno()):
+                file.seek(0)
+                raise BusyError(
+                    f"'{self.path}' is in use by another process ({file.read().strip()}); wait for it to end"
+                )
+            file.truncate(0)
+            file.write(f"process {os.getpid()}")
+            file.flush()
+            yield
+
+    def experiment(self) -> Experiment:
+        return Experiment.read(self.path / "experiment.toml")
+
+    def write_experiment(self, experiment: Experiment) -> None:
+        durable.replace_file(self.path / "experiment.toml", experiment.to_toml().encode())
+
+    def write_environment(self, environment: Mapping[str, Any]) -> None:
+        durable.replace_file(self.path / "environment.json", _json(environment))
+
+    def environment(self) -> dict[str, Any]:
+        environment: dict[str, Any] = _read_json(self.path / "environment.json")
+        return environment
+
+    def write_partition(self, federation: Federation) -> None:
+        """The rows of the source's training data that each client holds: client k has rows[ends[k-1]:ends[k]]."""
+        held_out = federation.validation.rows if federation.validation is not None else None
+        arrays = {
+            "rows": torch.from_numpy(np.concatenate(federation.parts)),
+            "ends": torch.from_numpy(np.cumsum([len(part) for part in federation.parts])),
+            "validation": held_out if held_out is not None else torch.zeros(0, dtype=torch.int64),
+        }
+        durable.replace_file(self.path / "partition.safetensors", tree.to_bytes(arrays))
+
+    def append(self, record: Mapping[str, Any], seconds: Mapping[str, float]) -> None:
+        durable.append_line(self.path / "metrics.jsonl", json.dumps(record))
+        durable.append_line(self.path / "times.jsonl", json.dumps({"round": record["round"], **seconds}))
+
+    def metrics(self) -> list[dict[str, Any]]:
+        return _read_lines(self.path / "metrics.jsonl")
+
+    def times(self) -> list[dict[str, Any]]:
+        return _read_lines(self.path / "times.jsonl")
+
+    def cut_after(self, round: int) -> None:
+        """Drop the lines of rounds that no checkpoint covers, and a line that a crash cut short."""
+        for name in ("metrics.jsonl", "times.jsonl"):
+            path = self.path / name
+            if path.exists():
+                kept = [line for line in _whole_lines(path) if json.loads(line)["round"] <= round]
+                durable.replace_file(path, b"".join(line + b"\n" for line in kept))
+
+    def save(self, state: RunState, experiment: Experiment) -> None:
+        files = {"server.safetensors": tree.to_bytes(state.server)}
+        if state.clients:
+            files["clients.safetensors"] = tree.to_bytes({str(k): s for k, s in state.clients.items()})
+        lines = b"".join(line + b"\n" for line in _whole_lines(self.path / "metrics.jsonl"))
+        manifest = {
+            "format": FORMAT,
+            "round": state.round,
+            "experiment": experiment.hash(),
+            "files": {name: _digest(data) for name, data in files.items()},
+            "metrics": _digest(lines),
+        }
+        durable.create_folder(self._checkpoint(state.round), {**files, "manifest.json": _json(manifest)})
+        for old in self._checkpoints()[:-KEPT]:
+            shutil.rmtree(old)
+
+    def latest(self) -> tuple[RunState | None, list[str]]:
+        """The newest checkpoint that is whole, and what was wrong with newer ones."""
+        wrong = []
+        for path in reversed(self._checkpoints()):
+            try:
+                return self._load(path), wrong
+            except StorageError as error:
+                wrong.append(str(error))
+        if wrong:
+            raise StorageError(f"no checkpoint of '{self.path}' is whole: {wrong[0]}")
+        return None, wrong
+
+    def _load(self, path: Path) -> RunState:
+        manifest = _read_json(path / "manifest.json")
+        if not isinstance(manifest, dict) or not isinstance(manifest.get("format"), int):
+            raise StorageError(f"'{path}' has no readable manifest")
+        if manifest["format"] > FORMAT:
+            raise StorageError(f"'{path}' has format {manifest['format']}, newer than this redgrape reads ({FORMAT})")
+        data = {}
+        for name, digest in manifest["files"].items():
+            with durable.storage_errors("read", path / name):
+                data[name] = (path / name).read_bytes()
+            if _digest(data[name]) != digest:
+                raise StorageError(f"'{path / name}' is damaged: its SHA-256 is not that of the manifest")
+        with durable.storage_errors("read", self.path / "metrics.jsonl"):
+            lines = (self.path / "metrics.jsonl").read_bytes()
+        if not _is_prefix(lines, manifest["metrics"]):
+            raise StorageError(f"'{self.path / 'metrics.jsonl'}' is damaged: it does not begin as '{path}' says")
+        try:
+            server = tree.from_bytes(data["server.safetensors"])
+            clients = tree.from_bytes(data["clients.safetensors"]) if "clients.safetensors" in data else {}
+        except safetensors.SafetensorError as error:
+            raise StorageError(f"'{path}' cannot be read: {error}") from error
+        return RunState(manifest["round"], server, {int(k): state for k, state in clients.items()})
+
+    def _checkpoint(self, round: int) -> Path:
+        return self.path / "checkpoints" / f"round-{round:06d}"
+
+    def _checkpoints(self) -> list[Path]:
+        return sorted((self.path / "checkpoints").glob("round-*"))
+
+    def sweep(self) -> None:
+        """Remove what a crash in the middle of a save left behind."""
+        for leftover in [*self.path.glob(".*.tmp"), *(self.path / "checkpoints").glob(".*.tmp")]:
+            shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
+
+    def write_summary(self, summary: Mapping[str, Any]) -> None:
+        durable.replace_file(self.path / "summary.json", _json(summary))
+
+    def summary(self) -> dict[str, Any] | None:
+        path = self.path / "summary.json"
+        return _read_json(path) if path.exists() else None
+
+
+def _try_lock(fd: int) -> bool:
+    try:
+        import fcntl
+    except ImportError:  # Windows
+        import msvcrt
+
+        try:
+            msvcrt.locking(fd, msvcrt.LK_NBLCK, 1)  # type: ignore[attr-defined]  # exists on Windows only
+        except OSError:
+            return False
+        return True
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _json(value: Any) -> bytes:
+    return json.dumps(value, indent=2).encode() + b"\n"
+
+
+def _read_json(path: Path) -> Any:
+    with durable.storage_errors("read", path):
+        data = path.read_bytes()
+    try:
+        return json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise StorageError(f"'{path}' is damaged: {error}") from error
+
+
+def _digest(data: bytes) -> dict[str, Any]:
+    return {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+
+
+def _is_prefix(data: bytes, digest: Mapping[str, Any]) -> bool:
+    return _digest(data[: digest["bytes"]]) == digest
+
+
+def _whole_lines(path: Path) -> list[bytes]:
+    if not path.exists():
+        return []
+    with durable.storage_errors("read", path):
+        return path.read_bytes().split(b"\n")[:-1]  # what follows the last line break is a line cut short
+
+
+def _read_lines(path: Path) -> list[dict[str, Any]]:
+    try:
+        return [json.loads(line) for line in _whole_lines(path)]
+    except (ValueError, RecursionError) as error:
+        raise StorageError(f"'{path}' is damaged: {error}") from error

@@ -1,0 +1,67 @@
+"""What pydantic says of a bad value, as one line: the key, the value, and what is allowed."""
+
+from __future__ import annotations
+
+import difflib
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+
+from redgrape.errors import ConfigError
+
+_BOUNDS = {
+    "greater_than": ("gt", "above"),
+    "greater_than_equal": ("ge", "at least"),
+    "less_than": ("lt", "below"),
+    "less_than_equal": ("le", "at most"),
+}
+
+
+def one_line(error: ValidationError, model: type[BaseModel], prefix: str = "") -> ConfigError:
+    """The first thing wrong, and how many more there are."""
+    problems = error.errors(include_url=False)
+    first = problems[0]
+    path = [str(part) for part in first["loc"]]
+    key = ".".join([*([prefix] if prefix else []), *_public(path)])
+    more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+    return ConfigError(_sentence(first, key, model, path) + more)
+
+
+def _public(path: list[str]) -> list[str]:
+    """Without the names that pydantic adds for the members of a union or for a validator."""
+    return [part for part in path if not part.startswith("function-") and part not in {"int", "float", "str", "none"}]
+
+
+def _sentence(problem: Any, key: str, model: type[BaseModel], path: list[str]) -> str:
+    kind, value, context = problem["type"], _shown(problem.get("input")), problem.get("ctx", {})
+    if kind == "extra_forbidden":
+        return f"unknown key '{key}'{_near(path, model)}"
+    if kind in _BOUNDS:
+        name, words = _BOUNDS[kind]
+        return f"{key} is {value}; it must be {words} {context[name]}"
+    if kind == "literal_error":
+        return f"{key} is {value}; choose from {context['expected'].replace(' or ', ', ')}"
+    if kind == "value_error":
+        message = str(context.get("error", problem["msg"]))
+        return f"{key}: {message}" if key else message
+    if kind == "missing":
+        return f"{key} is missing"
+    return f"{key} is {value}; {problem['msg'][0].lower()}{problem['msg'][1:]}"
+
+
+def _near(path: list[str], model: type[BaseModel]) -> str:
+    """The nearest spelling among the keys that stand where the unknown one stood."""
+    here: Any = model
+    for part in path[:-1]:
+        field = here.model_fields.get(part) if isinstance(here, type) and issubclass(here, BaseModel) else None
+        here = field.annotation if field is not None else None
+    if not (isinstance(here, type) and issubclass(here, BaseModel)):
+        return ""
+    names = list(here.model_fields)
+    near = difflib.get_close_matches(path[-1], names, n=1)
+    return f"; did you mean '{near[0]}'?" if near else f"; choose from {', '.join(names)}"
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
