@@ -102,7 +102,7 @@ class Experiment(BaseModel):
     def resolved(self) -> dict[str, Any]:
         """As nested values with everything written out; None, which TOML lacks, is left out."""
         values = self.model_dump(exclude={"method"}) | {"method": self.method.resolved()}
-        return _without_none(values)
+        return {name: _without_none(value) for name, value in values.items() if value is not None}
 
     def to_toml(self) -> str:
         return tomli_w.dumps(self.resolved())

@@ -80,8 +80,8 @@ class Run:
             before = self.folder.environment()
             if before["split"] != here["split"]:
                 raise DataError(
-                    f"the data of '{self.folder.path}' has changed since it began: the split was {before['split'][:12]}, "
-                    f"and is {here['split'][:12]}; put the old data back or start a new run"
+                    f"the data of '{self.folder.path}' has changed since it began: the split was "
+                    f"{before['split'][:12]} and is {here['split'][:12]}; put the old data back or start a new run"
                 )
         else:
             self.folder.write_partition(federation)

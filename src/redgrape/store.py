@@ -135,7 +135,7 @@ class RunFolder:
 
     def latest(self) -> tuple[RunState | None, list[str]]:
         """The newest checkpoint that is whole, and what was wrong with newer ones."""
-        wrong = []
+        wrong: list[str] = []
         for path in reversed(self._checkpoints()):
             try:
                 return self._load(path), wrong

@@ -42,7 +42,8 @@ def weighted_mean(groups: Sequence[Tensors], weights: Sequence[float]) -> Tensor
 
 def norm(tensors: Iterable[Tensor]) -> Tensor:
     """The Frobenius norm of all of them together."""
-    return torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(t) for t in tensors]))
+    total: Tensor = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(t) for t in tensors]))
+    return total
 
 
 def flatten(tree: Tree, prefix: str = "") -> Tensors:

@@ -1,8 +1,8 @@
 """Clients in persistent worker processes, one thread each.
 
 Whole clients go to whichever worker is free, the longest first. What crosses is bytes: the broadcast once to each
-worker and round, a client's state to the worker that runs it, its answer back. A worker that dies or misses its deadline is
-replaced and its client run again; the same keys give the same bytes.
+worker and round, a client's state to the worker that runs it, its answer back. A worker that dies or misses its
+deadline is replaced and its client run again; the same keys give the same bytes.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ import signal
 import sys
 import time
 import traceback
+import types
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from types import TracebackType
@@ -33,6 +34,7 @@ from redgrape.method import ClientId, Method
 from redgrape.nets.net import Net
 from redgrape.tree import Tensors, Tree
 
+START_DEADLINE = 120.0  # seconds
 ATTEMPTS = 3  # how often one task may take its worker down before the run stops
 
 
@@ -40,18 +42,21 @@ class Pool:
     """`deadline`: seconds after which a worker that has not answered is taken for hung (None: never)."""
 
     def __init__(self, half: ClientHalf, workers: int, deadline: float | None = None) -> None:
-        _check_importable(half)
+        self._needs_main = _check_importable(half)
         self._half, self._deadline = half, deadline
         self._shared = SharedFederation(half.federation)
         self._context = _context()
         self._workers = [self._start() for _ in range(workers)]
+        for worker in self._workers:
+            worker.wait_until_ready()
 
     def _start(self) -> _Worker:
         ours, theirs = self._context.Pipe()
         half = self._half
         job = (half.method, self._shared, half.build, half.seed, half.rounds, half.device)
         process = self._context.Process(target=_serve, args=(theirs, *job), daemon=True, name="redgrape-worker")
-        process.start()
+        with contextlib.nullcontext() if self._needs_main else _without_main():
+            process.start()
         theirs.close()
         return _Worker(process, ours)
 
@@ -119,6 +124,7 @@ class Pool:
     def _replace(self, index: int) -> _Worker:
         self._workers[index].kill()
         self._workers[index] = self._start()
+        self._workers[index].wait_until_ready()
         return self._workers[index]
 
     def close(self) -> None:
@@ -143,6 +149,14 @@ class _Worker:
     task: int | None = None
     ends: float | None = None  # on the monotonic clock
 
+    def wait_until_ready(self) -> None:
+        if not self.connection.poll(START_DEADLINE) or self.receive()[0] != "ready":
+            self.kill()
+            raise RedgrapeError(
+                "a worker process could not start; begin your script's own work under `if __name__ == '__main__':`, "
+                "define build in a module, or pass workers=1"
+            )
+
     def assign(self, task: int, deadline: float | None) -> None:
         self.task = task
         self.ends = None if deadline is None else time.monotonic() + deadline
@@ -164,6 +178,7 @@ class _Worker:
             pass
         if self.process.is_alive() and self.is_late():
             return "lost", "no answer within the deadline"
+        self.process.join(timeout=1)
         return "lost", f"the process ended with code {self.process.exitcode}"
 
     def finish(self) -> int:
@@ -186,15 +201,30 @@ def _context() -> Any:
     return multiprocessing.get_context("spawn")
 
 
-def _check_importable(half: ClientHalf) -> None:
+def _check_importable(half: ClientHalf) -> bool:
+    """Raise ConfigError where a worker could not get the net or the method; tell whether it needs the main script."""
+    needs_main = False
     for name, thing in (("build", half.build), ("method", half.method)):
         try:
-            pickle.loads(pickle.dumps(thing))  # noqa: S301  # our own object, to see whether a worker could get it
+            needs_main |= b"__main__" in pickle.dumps(thing)
         except Exception as error:
             raise ConfigError(
                 f"{name} cannot be sent to worker processes ({error}); "
                 "define it at the top level of a module, or pass workers=1"
             ) from error
+    return needs_main
+
+
+@contextlib.contextmanager
+def _without_main() -> Iterator[None]:
+    """A new process runs the main script's file again, to find what is defined there. Where nothing of it is needed,
+    this keeps it from that, so that scripts without a guard, notebooks and standard input work."""
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = types.ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
 
 
 def _serve(
@@ -212,6 +242,7 @@ def _serve(
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: do not outlive the parent
     torch.set_num_threads(1)
     half = ClientHalf(method, shared.federation(), build, seed, rounds, device)
+    connection.send(("ready", None))
     received: Any = None
     while True:
         try:

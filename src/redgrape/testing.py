@@ -1,0 +1,479 @@
+"""The contract that every method keeps, as checks for anybody's method: `check_method(MyMethod)`.
+
+Each clause of the contract is one small function; `CHECKS` holds them by name, so that a test suite can run them one at
+a time:
+
+    @pytest.mark.parametrize("clause", redgrape.testing.CHECKS)
+    def test_my_method(clause):
+        redgrape.testing.CHECKS[clause](MyMethod())
+
+A method is checked with its own hyper-parameters, except that it trains one epoch in batches of four, because the data
+are tiny. A broken clause raises AssertionError with a sentence that says what is broken.
+"""
+
+from __future__ import annotations
+
+import functools
+import pickle
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from redgrape import keys, nets, tree
+from redgrape.data.examples import Examples
+from redgrape.data.federation import Federation
+from redgrape.engines import Answer, ClientHalf, Engine
+from redgrape.engines.in_process import InProcess
+from redgrape.engines.pool import Pool
+from redgrape.method import ClientId, Method, ServerSite
+from redgrape.nets.net import Net
+from redgrape.training import RunState, rounds
+from redgrape.tree import Tensors, Tree
+
+SEED, ROUNDS, BATCH, CLASSES = 7, 3, 4, 4
+IMAGE = (1, 8, 8)
+
+# Examples of each class at each client: many of a class, few, one, none. Three of the four clients answer a round.
+COUNTS = ((9, 3, 1, 0), (0, 8, 4, 0), (2, 0, 9, 1), (5, 3, 4, 2))
+
+CHECKS: dict[str, Callable[[Method], None]] = {}
+
+
+def check_method(method: type[Method] | Method, *, workers: Sequence[int] = (1, 2)) -> None:
+    """Raise AssertionError at the first clause of the contract that the method breaks.
+
+    Pass the class where the defaults of its hyper-parameters are to be checked, else an instance. `workers`: the sizes
+    of the pools of worker processes whose results must equal those of this process; the class must be importable there.
+    """
+    instance = method() if isinstance(method, type) else method
+    for check in CHECKS.values():
+        if check is engines_agree:
+            engines_agree(instance, workers)
+        else:
+            check(instance)
+
+
+def batchnorm_net() -> Net:
+    """A tiny net with all that is awkward: BatchNorm that fails on a single example, its buffers, and dropout."""
+    with keys.global_stream(keys.key(SEED, "net")):
+        encoder = nn.Sequential(nn.Flatten(), nn.Linear(64, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Dropout(0.2))
+        return Net(encoder, nn.Linear(6, CLASSES))
+
+
+def float64_net() -> Net:
+    return batchnorm_net().double()
+
+
+def _clause(check: Callable[..., None]) -> Callable[..., None]:
+    """Enter a check in CHECKS; whatever it raises becomes an AssertionError that names the method and the clause."""
+
+    @functools.wraps(check)
+    def checked(method: Method, *options: Any) -> None:
+        try:
+            check(type(method)(**{**dict(method), "epochs": 1, "batch_size": BATCH}), *options)
+        except Exception as error:
+            reason = str(error) if isinstance(error, AssertionError) else f"{type(error).__name__}: {error}"
+            raise AssertionError(f"{type(method).__name__} breaks '{check.__name__}': {reason}") from error
+
+    CHECKS[check.__name__] = checked
+    return checked
+
+
+@_clause
+def hyper_parameters_are_frozen(method: Method) -> None:
+    """No hyper-parameter can be assigned."""
+    for name, value in dict(method).items():
+        try:
+            setattr(method, name, value)
+        except Exception:  # noqa: S112  # that it refuses is what is asked
+            continue
+        raise AssertionError(f"hyper-parameter '{name}' can be assigned; keep Method's model_config frozen")
+
+
+@_clause
+def no_state_is_kept_on_the_method(method: Method) -> None:
+    """A run adds and changes nothing on the instance or its class."""
+    before = _attributes(method)
+    _run(method)
+    after = _attributes(method)
+    for name in sorted(after.keys() | before.keys()):
+        if before.get(name) != after.get(name):
+            raise AssertionError(f"a run changed '{name}'; state belongs in the server's or the client's state")
+
+
+@_clause
+def leaves_are_named_tensors(method: Method) -> None:
+    """What crosses a wall is tensors by name, and the same again after a passage through bytes."""
+    for what, passed, _ in _witnessed(method).passed:
+        again = tree.flatten(tree.from_bytes(tree.to_bytes(passed)))
+        for name, t in tree.flatten(passed).items():
+            if name not in again or not _same(again[name], t):
+                raise AssertionError(f"{what}: '{name}' does not survive a passage through bytes")
+
+
+@_clause
+def nothing_that_was_passed_is_modified(method: Method) -> None:
+    """Broadcasts, updates, client states and old server states keep their bits."""
+    for what, passed, bits in _witnessed(method).passed:
+        if tree.to_bytes(passed) != bits:
+            raise AssertionError(f"{what} was modified in place; return new tensors instead")
+
+
+@_clause
+def updates_share_no_memory(method: Method) -> None:
+    """An update looks neither into the broadcast nor into the client's data."""
+    if shared := _witnessed(method).shared:
+        raise AssertionError(f"{shared[0]}; clone it")
+
+
+@_clause
+def model_keeps_names_shapes_and_dtypes(method: Method) -> None:
+    """server["model"] is what build() gives, after init_server and after every round."""
+    for what, passed, _ in _witnessed(method).passed:
+        if what.startswith("the server"):
+            _check_model(passed, batchnorm_net(), what)
+
+
+@_clause
+def batchnorm_buffers_stay_sound(method: Method) -> None:
+    """Batch counters are int64, and running variances are not negative."""
+    for what, passed, _ in _witnessed(method).passed:
+        for name, t in tree.flatten(passed).items():
+            if name.endswith("num_batches_tracked") and t.dtype != torch.int64:
+                raise AssertionError(f"{what}: '{name}' is {t.dtype}; it must stay torch.int64")
+            if what.startswith("the server") and name.startswith("model/") and name.endswith("running_var"):
+                assert (t >= 0).all(), f"{what}: '{name}' is negative; average buffers, do not step along them"
+
+
+@_clause
+def same_seed_gives_same_bits(method: Method) -> None:
+    """Two runs are equal bit for bit."""
+    _must_equal(_run(method), _run(method), "a second run with the same seed")
+
+
+@_clause
+def global_random_numbers_are_not_used(method: Method) -> None:
+    """The global streams of torch, NumPy and Python decide nothing."""
+    straight = _run(method)
+    for name, seed in (("torch", torch.manual_seed), ("NumPy", np.random.seed), ("Python", random.seed)):
+        with _global_random_state_put_back():
+            seed(12345)
+            other = _run(method)
+        _must_equal(straight, other, f"a run after another global seed of {name}; draw from site.generator")
+
+
+@_clause
+def global_random_state_is_left_alone(method: Method) -> None:
+    """A run moves no global stream of random numbers of torch."""
+    before = torch.get_rng_state()
+    _run(method)
+    if not torch.equal(before, torch.get_rng_state()):
+        raise AssertionError("a run moved torch's global random state; draw from site.generator")
+
+
+@_clause
+def threads_change_nothing(method: Method) -> None:
+    """Two threads give the bits that one gives."""
+    threads = torch.get_num_threads()
+    results = []
+    try:
+        for count in (1, 2):
+            torch.set_num_threads(count)
+            results.append(_run(method, _named_net("cnn")))
+    finally:
+        torch.set_num_threads(threads)
+    _must_equal(*results, "a run with two threads")
+
+
+@_clause
+def order_of_clients_changes_nothing(method: Method) -> None:
+    """Clients may run and answer in any order."""
+    _must_equal(_run(method), _run(method, engine=_Reversed), "a run whose clients came in reversed order")
+
+
+@_clause
+def any_clients_may_be_missing(method: Method) -> None:
+    """A round is made of any non-empty subset of the clients that were asked, down to one."""
+    for place in range(3):
+        _check_finite(_run(method, engine=functools.partial(_Dropping, keep=[place])), "one answer a round")
+    _check_finite(_run(method, engine=functools.partial(_Dropping, keep=[0, 2])), "two answers a round")
+
+
+@_clause
+def resumed_run_equals_straight_run(method: Method) -> None:
+    """A run continued from the stored state of any round, by a new instance, goes on as if nothing had happened."""
+    straight = _run(method)
+    for state in straight[:-1]:
+        clients = {k: tree.from_bytes(tree.to_bytes(s)) for k, s in state.clients.items()}
+        stored = RunState(state.round, tree.from_bytes(tree.to_bytes(state.server)), clients)
+        resumed = _run(pickle.loads(pickle.dumps(method)), start=stored)  # noqa: S301  # pickled in this line
+        _must_equal(straight[state.round :], resumed, f"the run resumed after round {state.round}")
+
+
+@_clause
+def engines_agree(method: Method, workers: Sequence[int] = (1, 2)) -> None:
+    """Worker processes, however many, give the bits that this process gives."""
+    straight = _run(method)
+    for count in workers:
+        pooled = _run(method, engine=functools.partial(Pool, workers=count))
+        _must_equal(straight, pooled, f"a run in {count} worker processes")
+
+
+@_clause
+def clients_of_one_class(method: Method) -> None:
+    """Each client may hold a single class."""
+    _check_finite(_run(method, _Case(((6, 0, 0, 0), (0, 9, 0, 0), (0, 0, 2, 0)))), "clients of a single class")
+
+
+@_clause
+def clients_of_one_example(method: Method) -> None:
+    """A client may hold a single example, even where nobody holds more."""
+    _check_finite(_run(method, _Case(((1, 0, 0, 0), (9, 3, 2, 2), (0, 1, 0, 0)))), "clients of a single example")
+    _check_finite(_run(method, _Case(((0, 0, 0, 1),))), "one client of one example")
+
+
+@_clause
+def last_batch_of_one(method: Method) -> None:
+    """A client's examples may leave one over, of which BatchNorm has no statistics."""
+    _check_finite(_run(method, _Case(((2, 2, 1, 0), (4, 4, 0, 1), (1, 2, 1, 1)))), "a last batch of one example")
+
+
+@_clause
+def clients_without_examples(method: Method) -> None:
+    """A client that holds nothing is counted, but never asked."""
+    _check_finite(_run(method, _Case(((0, 0, 0, 0), (5, 2, 1, 1), (3, 9, 0, 2)))), "a client without examples")
+
+
+@_clause
+def classes_that_nobody_holds(method: Method) -> None:
+    """A class may have no training example anywhere."""
+    _check_finite(_run(method, _Case(((9, 0, 2, 0), (3, 0, 8, 0), (1, 0, 1, 0)))), "classes that nobody holds")
+
+
+@_clause
+def few_of_many_clients(method: Method) -> None:
+    """Ten of fifty clients a round."""
+    counts = tuple((k % 10, k % 3, k % 7 // 3, 1 if k % 11 == 0 else 0) for k in range(50))
+    _check_finite(_run(method, _Case(counts, clients_per_round=10)), "ten of fifty clients")
+
+
+@_clause
+def every_kind_of_net(method: Method) -> None:
+    """Nets with convolutions, with residual blocks and BatchNorm, and without an encoder."""
+    for case in (_named_net("cnn"), _named_net("resnet8"), _named_net("linear", (64,))):
+        for state in _run(method, case):
+            _check_finite([state], f"net '{case.net}'")
+            _check_model(state.server, case.build(), f"net '{case.net}', the server after round {state.round}")
+
+
+@_clause
+def float64_stays_float64(method: Method) -> None:
+    """A net in double precision is trained and sent in double precision."""
+    for what, passed, _ in _witnessed(method, _Case(build=float64_net)).passed:
+        for name, t in tree.flatten(passed).items():
+            if t.is_floating_point() and t.dtype != torch.float64:
+                raise AssertionError(f"{what}: '{name}' is {t.dtype} where the net is torch.float64")
+
+
+@dataclass(frozen=True)
+class _Case:
+    """What a method is run on."""
+
+    counts: tuple[tuple[int, ...], ...] = COUNTS
+    build: Callable[[], Net] = batchnorm_net
+    net: str = "batchnorm_net"
+    shape: tuple[int, ...] = IMAGE
+    clients_per_round: int = 3
+
+    def federation(self) -> Federation:
+        clients = [self._examples(counts, k) for k, counts in enumerate(self.counts)]
+        return Federation(clients, self._examples((1,) * CLASSES, len(clients)), CLASSES)
+
+    def _examples(self, counts: Sequence[int], place: int) -> Examples:
+        """So many examples of each class, noise around a mean of its own."""
+        y = torch.repeat_interleave(torch.arange(CLASSES), torch.tensor(counts))
+        means = torch.randn(CLASSES, *self.shape, generator=keys.torch_stream(SEED, "means"))
+        noise = torch.randn(len(y), *self.shape, generator=keys.torch_stream(SEED, "noise", place))
+        return Examples(means[y] + noise, y)
+
+
+def _named_net(name: str, shape: tuple[int, ...] = IMAGE) -> _Case:
+    build = functools.partial(nets.build, name, shape, CLASSES, seed=SEED)
+    return _Case(COUNTS[:2], build, name, shape, clients_per_round=2)
+
+
+class _Reversed(InProcess):
+    """Runs the clients, and returns their answers, in reversed order."""
+
+    def run_clients(
+        self, broadcast: Tree, states: Mapping[ClientId, Tree | None], round: int
+    ) -> Mapping[ClientId, Answer]:
+        return super().run_clients(broadcast, {k: states[k] for k in reversed(list(states))}, round)
+
+
+class _Dropping(InProcess):
+    """Loses all answers but those at these places."""
+
+    def __init__(self, half: ClientHalf, keep: Sequence[int]) -> None:
+        super().__init__(half)
+        self._keep = keep
+
+    def run_clients(
+        self, broadcast: Tree, states: Mapping[ClientId, Tree | None], round: int
+    ) -> Mapping[ClientId, Answer]:
+        answers = list(super().run_clients(broadcast, states, round).items())
+        return dict(answers[i] for i in self._keep)
+
+
+class _Witness(InProcess):
+    """Keeps every tree that passes, by a description, with the bits it had then."""
+
+    def __init__(self, half: ClientHalf) -> None:
+        super().__init__(half)
+        self.passed: list[tuple[str, Tree, bytes]] = []
+        self.shared: list[str] = []  # where an update shares memory
+
+    def keep(self, what: str, passed: Tree) -> None:
+        tree.check_leaves(passed, what)
+        self.passed.append((what, passed, tree.to_bytes(passed)))
+
+    def run_clients(
+        self, broadcast: Tree, states: Mapping[ClientId, Tree | None], round: int
+    ) -> Mapping[ClientId, Answer]:
+        self.keep(f"the broadcast of round {round}", broadcast)
+        answers: dict[ClientId, Answer] = {}
+        for k, state in states.items():
+            answers |= super().run_clients(broadcast, {k: state}, round)
+            self.keep(f"client {k}'s update of round {round}", answers[k].update)
+            self.keep(f"client {k}'s state after round {round}", answers[k].state)
+            self._look_for_shared_memory(answers[k].update, broadcast, k)
+        return answers
+
+    def _look_for_shared_memory(self, update: Tree, broadcast: Tree, client: ClientId) -> None:
+        data = self._half.federation.train
+        places = {_memory(t): f"the broadcast's '{name}'" for name, t in tree.flatten(broadcast).items()}
+        places |= {_memory(data.x): "the client's inputs", _memory(data.y): "the client's labels"}
+        for name, t in tree.flatten(update).items():
+            if t.numel() and _memory(t) in places:
+                self.shared.append(f"client {client}'s update: '{name}' shares memory with {places[_memory(t)]}")
+
+
+def _memory(t: Tensor) -> int:
+    return t.untyped_storage().data_ptr()
+
+
+def _half(method: Method, case: _Case) -> ClientHalf:
+    return ClientHalf(method, case.federation(), case.build, SEED, ROUNDS, torch.device("cpu"))
+
+
+def _server_site(half: ClientHalf) -> ServerSite:
+    federation = half.federation
+    return ServerSite(
+        half.build, federation.num_clients, federation.num_classes, half.seed, 0, half.rounds, half.device
+    )
+
+
+def _rounds(half: ClientHalf, case: _Case, engine: Engine, start: RunState | None) -> Iterator[RunState]:
+    eligible = [k for k in range(half.federation.num_clients) if half.federation.size(k)]
+    return rounds(
+        half.method,
+        engine,
+        _server_site(half),
+        eligible=eligible,
+        clients_per_round=case.clients_per_round,
+        start=start,
+    )
+
+
+def _run(
+    method: Method,
+    case: _Case = _Case(),  # noqa: B008  # frozen
+    engine: Callable[[ClientHalf], Engine] = InProcess,
+    start: RunState | None = None,
+) -> list[RunState]:
+    """The states after each round."""
+    half = _half(method, case)
+    with engine(half) as running:
+        return list(_rounds(half, case, running, start))
+
+
+def _witnessed(method: Method, case: _Case = _Case()) -> _Witness:  # noqa: B008  # frozen
+    """A run, seen by a witness from the server's first state on."""
+    half = _half(method, case)
+    witness = _Witness(half)
+    model: Tensors = {name: t.clone() for name, t in half.build().state_dict().items()}
+    server = method.init_server(model, _server_site(half))
+    witness.keep("the server's first state", server)
+    for state in _rounds(half, case, witness, RunState(0, server, {})):
+        witness.keep(f"the server's state after round {state.round}", state.server)
+    return witness
+
+
+def _attributes(method: Method) -> dict[str, Any]:
+    """What stands on the instance and on its classes below Method, in a form that can be compared later."""
+    instance = {**vars(method), **(method.__pydantic_private__ or {})}
+    classes = [c for c in type(method).__mro__ if issubclass(c, Method) and c is not Method]
+    on_classes = {
+        f"{c.__name__}.{name}": value for c in classes for name, value in vars(c).items() if not name.startswith("__")
+    }
+    return {name: _comparable(value) for name, value in {**instance, **on_classes}.items()}
+
+
+def _comparable(value: Any) -> Any:
+    try:
+        return pickle.dumps(value)
+    except Exception:  # a property, a classmethod: it changes only by being replaced
+        return id(value)
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    return a.dtype == b.dtype and a.shape == b.shape and tree.equal({"t": a}, {"t": b})
+
+
+def _must_equal(expected: Sequence[RunState], found: Sequence[RunState], what: str) -> None:
+    for a, b in zip(expected, found, strict=True):
+        ours, theirs = _flat(a), _flat(b)
+        for name in sorted(ours.keys() | theirs.keys()):
+            if name not in ours or name not in theirs or not _same(ours[name], theirs[name]):
+                raise AssertionError(f"'{name}' differs after round {a.round} in {what}")
+
+
+def _flat(state: RunState) -> Tensors:
+    return tree.flatten({"server": state.server, **{f"client {k}": s for k, s in state.clients.items()}})
+
+
+def _check_finite(states: Sequence[RunState], what: str) -> None:
+    """No update and no server state holds NaN or infinity; `rounds` itself stops at such a server."""
+    for state in states:
+        for client, reason in state.record["rejected"].items():
+            raise AssertionError(f"with {what}, client {client}'s update of round {state.round}: {reason}")
+
+
+def _check_model(server: Tree, net: Net, what: str) -> None:
+    """server["model"] has the names, shapes and dtypes of the net's state."""
+    expected = net.state_dict()
+    model = server.get("model", {})
+    if wrong := sorted(expected.keys() ^ model.keys()):
+        raise AssertionError(f"{what}: server['model'] and build() do not both have '{wrong[0]}'")
+    for name, t in expected.items():
+        if model[name].dtype != t.dtype or model[name].shape != t.shape:
+            raise AssertionError(
+                f"{what}: '{name}' is {model[name].dtype} {tuple(model[name].shape)}, not {t.dtype} {tuple(t.shape)}"
+            )
+
+
+@contextmanager
+def _global_random_state_put_back() -> Iterator[None]:
+    of_torch, of_numpy, of_python = torch.get_rng_state(), np.random.get_state(), random.getstate()
+    try:
+        yield
+    finally:
+        torch.set_rng_state(of_torch)
+        np.random.set_state(of_numpy)
+        random.setstate(of_python)

@@ -1,0 +1,184 @@
+"""Partitions: every row exactly once, nobody empty, always an end; and the skew that is published for them."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from redgrape.data.longtail import exponential
+from redgrape.data.partition import partition
+from redgrape.errors import ConfigError, DataError
+
+DRAWN = ["class_dirichlet", "prior_dirichlet", "creff", "iid"]
+
+
+def long_tailed(classes: int, head: int, ir: float) -> NDArray[np.int64]:
+    return np.repeat(np.arange(classes), exponential([head] * classes, ir))
+
+
+def counts_of(parts: list[NDArray[np.int64]], labels: NDArray[np.int64], classes: int) -> NDArray[np.int64]:
+    return np.stack([np.bincount(labels[part], minlength=classes) for part in parts])
+
+
+@settings(deadline=5000, max_examples=150)
+@given(
+    kind=st.sampled_from(DRAWN),
+    clients=st.one_of(st.integers(1, 12), st.integers(1, 300)),
+    alpha=st.floats(-6, 6).map(lambda exponent: 10.0**exponent),
+    classes=st.integers(2, 12),
+    ir=st.floats(1, 500),
+    seed=st.integers(0, 2**40),
+)
+def test_every_row_goes_to_exactly_one_client_and_nobody_is_empty(
+    kind: str, clients: int, alpha: float, classes: int, ir: float, seed: int
+) -> None:
+    labels = long_tailed(classes, 120, ir)
+    clients = min(clients, len(labels))
+    parts = partition(labels, kind, clients, alpha, seed)
+    assert len(parts) == clients
+    assert (np.sort(np.concatenate(parts)) == np.arange(len(labels))).all()
+    assert all((np.diff(part) > 0).all() for part in parts)
+    sizes = [len(part) for part in parts]
+    fair = len(labels) // clients
+    if kind == "class_dirichlet":
+        assert min(sizes) >= min(max(2, min(10, len(labels) // (2 * clients))), fair)
+    elif kind == "prior_dirichlet":
+        assert sizes == [fair] * (clients - 1) + [len(labels) - fair * (clients - 1)]
+    else:
+        assert max(sizes) - min(sizes) <= 1
+    again = partition(labels, kind, clients, alpha, seed)
+    assert all((a == b).all() for a, b in zip(parts, again, strict=True))
+
+
+@pytest.mark.parametrize("kind", DRAWN)
+@pytest.mark.parametrize("alpha", [1e-300, 1e-3, 1e3, 1e300])
+def test_extreme_alphas_and_a_class_without_samples(kind: str, alpha: float) -> None:
+    labels = np.repeat([0, 2, 3], [500, 300, 200])
+    parts = partition(labels, kind, 20, alpha, 3)
+    assert sorted(np.concatenate(parts).tolist()) == list(range(1000))
+    assert min(map(len, parts)) >= 1
+
+
+@pytest.mark.parametrize("kind", DRAWN)
+def test_as_many_clients_as_samples_gives_one_each(kind: str) -> None:
+    assert [len(part) for part in partition(np.repeat([0, 1], [30, 7]), kind, 37, 0.1, 0)] == [1] * 37
+
+
+@pytest.mark.parametrize("kind", DRAWN)
+def test_the_seed_changes_the_partition(kind: str) -> None:
+    labels = long_tailed(10, 200, 10)
+    first, second = partition(labels, kind, 10, 1.0, 0), partition(labels, kind, 10, 1.0, 1)
+    assert any(a.tolist() != b.tolist() for a, b in zip(first, second, strict=True))
+
+
+def test_a_larger_alpha_is_less_skewed_for_class_dirichlet() -> None:
+    labels = long_tailed(10, 2000, 10)
+    shares = [np.bincount(labels) / len(labels)]
+    skew = []
+    for alpha in (0.05, 1.0, 50.0):
+        counts = counts_of(partition(labels, "class_dirichlet", 20, alpha, 0), labels, 10)
+        skew.append(np.abs(counts / counts.sum(axis=1, keepdims=True) - shares[0]).sum(axis=1).mean() / 2)
+    assert skew[0] > 2 * skew[1] > 4 * skew[2]
+
+
+def test_class_dirichlet_gives_the_last_client_no_special_share() -> None:
+    """Boundaries that are cut off instead of rounded give it an example of every class."""
+    labels = np.repeat(np.arange(100), 5)
+    present = np.mean(
+        [(counts_of(partition(labels, "class_dirichlet", 20, 1.0, s), labels, 100) > 0).sum(axis=1) for s in range(5)],
+        axis=0,
+    )
+    assert present[-1] < 1.5 * present.mean()
+
+
+def test_class_dirichlet_sizes_as_measured() -> None:
+    """CIFAR-10, IR 100, alpha 1: 9.9 classes present at 10 clients and 9.0 at 50; 7.6 and 4.6 with at least 8 images."""
+    labels = long_tailed(10, 5000, 100)
+    for clients, present, enough in ((10, 9.9, 7.6), (50, 9.0, 4.6)):
+        counts = np.stack(
+            [counts_of(partition(labels, "class_dirichlet", clients, 1.0, s), labels, 10) for s in range(5)]
+        )
+        assert (counts > 0).sum(axis=2).mean() == pytest.approx(present, rel=0.1)
+        assert (counts >= 8).sum(axis=2).mean() == pytest.approx(enough, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("classes", "clients", "alpha", "present", "enough", "distance"),
+    [
+        (10, 10, 0.1, 4.9, 4.4, 0.54),
+        (10, 10, 1, 6.5, 4.9, 0.45),
+        (10, 10, 10, 7.8, 6.2, 0.26),
+        (10, 50, 0.1, 2.6, 2.0, 0.65),
+        (10, 50, 1, 4.4, 2.9, 0.51),
+        (10, 50, 10, 6.9, 4.7, 0.27),
+        (100, 10, 0.1, 86, 72, 0.26),
+        (100, 10, 1, 73, 66, 0.40),
+        (100, 10, 10, 56, 50, 0.52),
+        (100, 50, 0.1, 37, 21, 0.68),
+        (100, 50, 1, 32, 19, 0.70),
+        (100, 50, 10, 29, 21, 0.63),
+    ],
+)
+def test_prior_dirichlet_is_as_skewed_as_the_paper_s(
+    classes: int, clients: int, alpha: float, present: float, enough: float, distance: float
+) -> None:
+    """CIFAR-LT at IR 100: classes present at a client, classes with enough images (8, or 2 of 100 classes) and the total
+    variation distance to the global mixture, as measured with the partitioner that the paper's authors published, mean
+    over clients and 5 seeds. On CIFAR-100 with 10 clients the skew grows with alpha.
+
+    Single seeds scatter by up to 0.06 in distance and 16 % in classes: the mean of 10 is held against their mean of 5.
+    """
+    labels = long_tailed(classes, 50_000 // classes, 100)
+    prior = np.bincount(labels) / len(labels)
+    counts = np.stack(
+        [counts_of(partition(labels, "prior_dirichlet", clients, alpha, s), labels, classes) for s in range(10)]
+    )
+    threshold = 8 if classes == 10 else 2
+    skew = np.abs(counts / counts.sum(axis=2, keepdims=True) - prior).sum(axis=2) / 2
+    assert (counts > 0).sum(axis=2).mean() == pytest.approx(present, rel=0.1)
+    assert (counts >= threshold).sum(axis=2).mean() == pytest.approx(enough, rel=0.1)
+    assert skew.mean() == pytest.approx(distance, rel=0.1, abs=0.04)
+
+
+def test_creff_groups_are_skewed_but_equal_in_size() -> None:
+    labels = long_tailed(10, 5000, 50)
+    counts = counts_of(partition(labels, "creff", 25, 0.1, 0), labels, 10)
+    assert counts.sum(axis=1).max() - counts.sum(axis=1).min() <= 1
+    iid = counts_of(partition(labels, "iid", 25, 0.1, 0), labels, 10)
+    assert (counts > 0).sum() < 0.7 * (iid > 0).sum()
+
+
+def test_a_hundred_thousand_clients_take_seconds() -> None:
+    labels = np.random.default_rng(0).integers(0, 10, 300_000)
+    start = time.perf_counter()
+    parts = partition(labels, "class_dirichlet", 100_000, 0.01, 0)
+    assert time.perf_counter() - start < 20
+    assert min(map(len, parts)) == 2
+    assert sum(map(len, parts)) == len(labels)
+
+
+def test_natural_follows_the_ids_in_sorted_order() -> None:
+    parts = partition(np.zeros(5, dtype=np.int64), "natural", 10, 1.0, 0, natural=np.array([40, -3, 40, 7, -3]))
+    assert [part.tolist() for part in parts] == [[1, 4], [3], [0, 2]]
+
+
+def test_what_cannot_be_is_refused_in_one_line() -> None:
+    labels = np.array([0, 1, 1])
+    with pytest.raises(DataError, match="names no clients"):
+        partition(labels, "natural", 2, 1.0, 0)
+    with pytest.raises(DataError, match="2 client ids for 3 training examples"):
+        partition(labels, "natural", 2, 1.0, 0, natural=np.array([0, 1]))
+    with pytest.raises(DataError, match="4 clients cannot share 3"):
+        partition(labels, "iid", 4, 1.0, 0)
+    with pytest.raises(ConfigError, match="clients is 0"):
+        partition(labels, "iid", 0, 1.0, 0)
+    for alpha in (0.0, -1.0, float("nan"), float("inf")):
+        with pytest.raises(ConfigError, match="alpha is"):
+            partition(labels, "class_dirichlet", 2, alpha, 0)
+    with pytest.raises(ConfigError, match="unknown partition 'class_dirichlett'; did you mean 'class_dirichlet'"):
+        partition(labels, "class_dirichlett", 2, 1.0, 0)
