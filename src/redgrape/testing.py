@@ -181,14 +181,14 @@ def global_random_state_is_left_alone(method: Method) -> None:
 def threads_change_nothing(method: Method) -> None:
     """Two threads give the bits that one gives."""
     threads = torch.get_num_threads()
-    results = []
+    runs: dict[int, list[RunState]] = {}
     try:
         for count in (1, 2):
             torch.set_num_threads(count)
-            results.append(_run(method, _named_net("cnn")))
+            runs[count] = _run(method, _named_net("cnn"))
     finally:
         torch.set_num_threads(threads)
-    _must_equal(*results, "a run with two threads")
+    _must_equal(runs[1], runs[2], "a run with two threads")
 
 
 @_clause

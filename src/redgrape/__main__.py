@@ -1,0 +1,3 @@
+from redgrape.cli import main
+
+main()

@@ -1,0 +1,183 @@
+"""The command line. Bad input gets one line on standard error and a fixed exit code (see errors.py)."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any, NoReturn
+
+from redgrape import __version__
+from redgrape.errors import ConfigError, RedgrapeError
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message}; `{self.prog} --help` tells what there is")
+
+
+# Flags that set a key of the experiment; every other key is set by -c.
+_FLAGS: dict[str, tuple[str, Any, str]] = {
+    "--data": ("data.source", str, "digits, mnist, fashion_mnist, cifar10, cifar100, an image folder or an .npz"),
+    "--imbalance": ("data.imbalance", str, "exponential, binary or natural"),
+    "--ir": ("data.ir", float, "imbalance ratio"),
+    "--partition": ("data.partition", str, "class_dirichlet, prior_dirichlet, creff, iid or natural"),
+    "--alpha": ("data.alpha", float, "Dirichlet parameter: small is heterogeneous"),
+    "--clients": ("data.clients", int, "number of clients"),
+    "--clients-per-round": ("clients_per_round", int, "clients sampled a round; without it all"),
+    "--net": ("net.name", str, "cnn, cnn_dropout, resnet8, resnet20, ..., mlp or linear"),
+    "--rounds": ("rounds", int, "rounds of communication"),
+    "--epochs": ("method.epochs", int, "local epochs"),
+    "--batch-size": ("method.batch_size", int, "examples a local step"),
+    "--lr": ("method.lr", float, "local learning rate"),
+}
+
+
+def main(arguments: list[str] | None = None) -> NoReturn:
+    sys.exit(run(sys.argv[1:] if arguments is None else arguments))
+
+
+def run(arguments: list[str]) -> int:
+    """The exit code of a command."""
+    debug = "--debug" in arguments
+    previous = signal.signal(signal.SIGTERM, _terminate)
+    try:
+        options = _parser().parse_args([a for a in arguments if a != "--debug"])
+        options.command(options)
+    except RedgrapeError as error:
+        if debug:
+            raise
+        print(f"redgrape: {_one_line(error)}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("redgrape: interrupted; `redgrape resume RUN` goes on from the last finished round", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # the reader, such as `head`, has gone
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+    return 0
+
+
+def _terminate(*_: object) -> NoReturn:
+    sys.exit(143)
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())
+
+
+def _command(module: str, name: str) -> Any:
+    """A command that imports its module when it is called."""
+
+    def call(options: argparse.Namespace) -> None:
+        getattr(importlib.import_module(f"redgrape.commands.{module}"), name)(options)
+
+    return call
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="redgrape", description="Federated learning on long-tailed data.", allow_abbrev=False)
+    parser.add_argument("--version", action="version", version=f"redgrape {__version__}")
+    parser.epilog = "--debug shows the traceback of an error."
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND", parser_class=_Parser)
+
+    def add(name: str, module: str, text: str) -> argparse.ArgumentParser:
+        command = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
+        command.set_defaults(command=_command(module, name))
+        command.add_argument("--json", action="store_true", help="output for machines")
+        return command
+
+    command = add("run", "training", "train a method on a long-tailed federation")
+    command.add_argument("experiment", nargs="?", type=Path, help="a TOML file; without it the embedded default")
+    command.add_argument("--method", dest="set:method.name", metavar="NAME", help="which method")
+    command.add_argument("--preset", dest="set:method.preset", metavar="NAME", help="its preset")
+    command.add_argument("--seed", dest="set:seed", type=int, metavar="N", help="the seed")
+    _add_experiment_flags(command)
+    command.add_argument("--out", type=Path, metavar="DIR", help="the run folder; without it one below runs/")
+    _add_execution_flags(command)
+
+    command = add("resume", "training", "continue a run, or extend a finished one")
+    command.add_argument("run", type=Path, help="the run folder")
+    command.add_argument("--rounds", type=int, metavar="N", help="let it go on to this many rounds")
+    _add_execution_flags(command)
+
+    command = add("compare", "training", "train several methods on the same split and seeds")
+    command.add_argument(
+        "methods", nargs="+", help="methods, each with hyper-parameters where wanted: redgrape:lam=0.2,norm=per_tensor"
+    )
+    command.add_argument("--experiment", type=Path, metavar="FILE", help="a TOML file that describes the rest")
+    command.add_argument("--seeds", type=_seeds, default=[0], metavar="0,1,2", help="the seeds")
+    _add_experiment_flags(command)
+    command.add_argument("--out", type=Path, default=Path("runs/compare"), metavar="DIR", help="where the runs go")
+    _add_execution_flags(command)
+
+    command = add("ls", "inspection", "list runs")
+    command.add_argument("folder", nargs="?", type=Path, default=Path("runs"), help="below this folder (runs)")
+    command = add("show", "inspection", "show one run")
+    command.add_argument("run", type=Path, help="the run folder")
+    command = add("methods", "inspection", "list the methods, or one with its hyper-parameters")
+    command.add_argument("name", nargs="?", help="a method")
+
+    data = commands.add_parser("data", help="look at data or fetch it", description="Look at data or fetch it.")
+    parts = data.add_subparsers(required=True, metavar="COMMAND", parser_class=_Parser)
+    command = parts.add_parser("show", help="print and draw who holds what")
+    command.set_defaults(command=_command("data", "show"))
+    command.add_argument("experiment", nargs="?", type=Path, help="a TOML file; without it the embedded default")
+    command.add_argument("--seed", dest="set:seed", type=int, metavar="N", help="the seed")
+    _add_experiment_flags(command)
+    command.add_argument("--data-root", type=Path, metavar="DIR", help="where data files are")
+    command.add_argument("--out", type=Path, default=Path("federation.png"), metavar="FILE", help="the picture")
+    command.add_argument("--json", action="store_true", help="output for machines")
+    command = parts.add_parser("fetch", help="download a data set and verify it")
+    command.set_defaults(command=_command("data", "fetch"))
+    command.add_argument("name", help="mnist, fashion_mnist, cifar10 or cifar100")
+    command.add_argument("--data-root", type=Path, metavar="DIR", help="where data files go")
+
+    command = add("export", "model", "write a run's inference model with its card")
+    command.add_argument("run", type=Path, help="the run folder")
+    command.add_argument("out", type=Path, help="the model folder to make")
+    command.add_argument("--format", choices=["safetensors", "onnx"], default="safetensors", help="of the weights")
+    command = add("evaluate", "model", "apply an exported model to labelled data")
+    command.add_argument("model", type=Path, help="the model folder")
+    command.add_argument("data", type=Path, help="a folder with a sub-folder a class, or an .npz with x and y")
+    command = add("predict", "model", "apply an exported model to new data")
+    command.add_argument("model", type=Path, help="the model folder")
+    command.add_argument("data", type=Path, help="an image, a folder of images, or an .npz with x")
+    return parser
+
+
+def _add_experiment_flags(command: argparse.ArgumentParser) -> None:
+    group = command.add_argument_group("the experiment")
+    for flag, (key, kind, text) in _FLAGS.items():
+        group.add_argument(flag, dest=f"set:{key}", type=kind, metavar=kind.__name__.upper(), help=text)
+    group.add_argument(
+        "-c", dest="config", action="append", default=[], metavar="KEY=VALUE", help="set any key, e.g. method.lam=0.2"
+    )
+
+
+def _add_execution_flags(command: argparse.ArgumentParser) -> None:
+    group = command.add_argument_group("where and how it runs; none of this changes a result")
+    group.add_argument("--workers", type=int, metavar="N", help="worker processes; without it one a core")
+    group.add_argument("--device", default="cpu", help="cpu, or cuda with --workers 1 (which does change last bits)")
+    group.add_argument("--data-root", type=Path, metavar="DIR", help="where data files are (else $REDGRAPE_DATA)")
+    group.add_argument("--dry-run", action="store_true", help="print what would run")
+    group.add_argument("--quiet", action="store_true", help="no progress")
+
+
+def _seeds(text: str) -> list[int]:
+    try:
+        seeds = [int(part) for part in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"'{text}' is not a list of seeds such as 0,1,2") from None
+    if len(set(seeds)) < len(seeds):
+        raise argparse.ArgumentTypeError(f"'{text}' names a seed twice")
+    return seeds
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,210 @@
+"""Run folders -> tables (mean ± std over seeds) and figures. Reads only; needs neither torch nor the data."""
+
+from __future__ import annotations
+
+import json
+import math
+import tomllib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from redgrape.errors import ConfigError, StorageError
+
+FIGURES = ("accuracy", "balanced", "head", "middle", "tail")
+TITLES = {"accuracy": "overall", "balanced": "class-balanced", "head": "head", "middle": "middle", "tail": "tail"}
+
+
+@dataclass(frozen=True)
+class RunView:
+    """A run folder as a reader sees it, finished or not."""
+
+    path: Path
+    experiment: dict[str, Any]
+    environment: dict[str, Any] | None
+    metrics: list[dict[str, Any]]
+    summary: dict[str, Any] | None
+
+    @classmethod
+    def read(cls, path: Path) -> RunView:
+        try:
+            experiment = tomllib.loads((path / "experiment.toml").read_text())
+            environment = _json(path / "environment.json")
+            metrics = [json.loads(line) for line in _lines(path / "metrics.jsonl")]
+            return cls(path, experiment, environment, metrics, _json(path / "summary.json"))
+        except (OSError, ValueError) as error:
+            raise StorageError(f"'{path}' cannot be read as a run: {error}") from error
+
+    @property
+    def rounds_done(self) -> int:
+        return int(self.metrics[-1]["round"]) if self.metrics else 0
+
+    @property
+    def label(self) -> str:
+        return run_label(self.experiment["method"])
+
+
+def run_label(method: dict[str, Any]) -> str:
+    """The method's name, and its preset where it is not the paper's."""
+    name = Path(method["name"]).stem
+    return name if method.get("preset", "paper") == "paper" else f"{name} ({method['preset']})"
+
+
+def find_runs(folder: Path) -> list[Path]:
+    """The run folders at or below this one, two levels deep."""
+    candidates = [folder, *sorted(folder.glob("*")), *sorted(folder.glob("*/*"))]
+    return [path for path in candidates if (path / "experiment.toml").is_file()]
+
+
+@dataclass(frozen=True)
+class Result:
+    """One method's runs over seeds."""
+
+    label: str
+    runs: list[RunView]
+
+    def values(self, figure: str) -> list[float]:
+        values = [_summary(run)["mean_of_last"][figure] for run in self.runs]
+        return [value for value in values if value is not None]
+
+    def per_class(self) -> list[list[float]]:
+        """For each class, the seeds' accuracies."""
+        classes = zip(*[_summary(run)["per_class"] for run in self.runs], strict=True)
+        return [[value for value in values if value is not None] for values in classes]
+
+
+def collect(runs: Iterable[tuple[str, RunView]]) -> list[Result]:
+    """Finished runs by their label, in the order in which labels first appear."""
+    results: dict[str, Result] = {}
+    for label, run in runs:
+        results.setdefault(label, Result(label, [])).runs.append(run)
+    return list(results.values())
+
+
+def mean_std(values: Sequence[float]) -> tuple[float, float | None]:
+    """The mean, and the standard deviation of a sample where there are at least two."""
+    mean = sum(values) / len(values)
+    if len(values) < 2:
+        return mean, None
+    return mean, math.sqrt(sum((v - mean) ** 2 for v in values) / (len(values) - 1))
+
+
+def cell(values: Sequence[float]) -> str:
+    """`95.3 ± 0.4`, in percent."""
+    if not values:
+        return "–"
+    mean, std = mean_std(values)
+    return f"{100 * mean:.1f}" + ("" if std is None else f" ± {100 * std:.1f}")
+
+
+def rows(results: Sequence[Result]) -> list[list[str]]:
+    return [[r.label, str(len(r.runs)), *[cell(r.values(figure)) for figure in FIGURES]] for r in results]
+
+
+HEADER = ["method", "seeds", *[TITLES[figure] for figure in FIGURES]]
+
+
+def caption(results: Sequence[Result]) -> str:
+    rounds = sorted({len(_summary(run)["averaged_rounds"]) for r in results for run in r.runs})
+    over = f"the last {rounds[0]} evaluated rounds" if len(rounds) == 1 else "the last evaluated rounds"
+    seeds = ", mean ± standard deviation over seeds" if any(len(r.runs) > 1 for r in results) else ""
+    return f"test accuracy in %, mean of {over}{seeds}"
+
+
+def markdown(results: Sequence[Result]) -> str:
+    lines = [HEADER, ["---"] * len(HEADER), *rows(results)]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def print_table(results: Sequence[Result]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(caption=caption(results), caption_justify="left")
+    for i, title in enumerate(HEADER):
+        table.add_column(title, justify="left" if i == 0 else "right")
+    for row in rows(results):
+        table.add_row(*[Text(entry) for entry in row])
+    Console().print(table)
+
+
+def draw_per_class(results: Sequence[Result], path: Path) -> None:
+    """Accuracy per class from head to tail, a line a method (bars show the spread over seeds), over the class sizes."""
+    plt = _pyplot()
+    environment = results[0].runs[0].environment or {}
+    counts, names = environment["class_counts"], environment["class_names"]
+    order = sorted(range(len(counts)), key=lambda c: (-counts[c], c))
+    places = range(len(order))
+    wide = len(order) > 30
+    figure, (top, bottom) = plt.subplots(
+        2, 1, figsize=(10 if wide else 8, 6), sharex=True, gridspec_kw={"height_ratios": [3, 1]}, layout="constrained"
+    )
+    for result, colour, marker in zip(results, _colours(len(results)), "os^Dv<>phX*P" * 9, strict=False):
+        per_class = result.per_class()
+        pairs = [mean_std(per_class[c]) if per_class[c] else (math.nan, None) for c in order]
+        errors = [100 * (std or 0.0) for _, std in pairs] if any(std for _, std in pairs) else None
+        top.errorbar(
+            places,
+            [100 * mean for mean, _ in pairs],
+            yerr=errors,
+            label=f"{result.label} (tail {cell(result.values('tail'))})",
+            color=colour,
+            marker=None if wide else marker,
+            capsize=3,
+            linewidth=2,
+        )
+    top.set_ylabel("test accuracy, %")
+    top.set_ylim(-3, 103)
+    top.legend(loc="lower left")
+    top.grid(alpha=0.3)
+    groups = environment["groups"]
+    for boundary in (len(groups["head"]), len(groups["head"]) + len(groups["middle"])):
+        for axis in (top, bottom):
+            axis.axvline(boundary - 0.5, color="grey", linestyle=":", linewidth=1)
+    start = 0
+    for name in ("head", "middle", "tail"):
+        if groups[name]:
+            middle = start + (len(groups[name]) - 1) / 2
+            top.text(middle, 1.01, name, transform=top.get_xaxis_transform(), ha="center", va="bottom", color="grey")
+            start += len(groups[name])
+    bottom.bar(places, [counts[c] for c in order], color="lightgrey", edgecolor="grey")
+    bottom.set_yscale("log")
+    bottom.set_ylabel("training\nexamples")
+    step = max(1, len(order) // 25)
+    bottom.set_xticks(list(places)[::step], [names[c] for c in order][::step], rotation=0 if len(order) <= 10 else 90)
+    bottom.set_xlabel("class, from head to tail")
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
+def _colours(count: int) -> list[str]:
+    """Grape red for the last, cooler colours for what it is compared with."""
+    others = ["#4c78a8", "#f2a541", "#54a24b", "#9d755d", "#72b7b2", "#b279a2", "#5f6a72", "#d6a5c9"]
+    return [*[others[i % len(others)] for i in range(count - 1)], "#8e1b3f"]
+
+
+def _pyplot() -> Any:
+    try:
+        import matplotlib as mpl
+    except ImportError as error:
+        raise ConfigError("figures need matplotlib: pip install redgrape[plots]") from error
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt
+
+    return plt
+
+
+def _summary(run: RunView) -> dict[str, Any]:
+    if run.summary is None:
+        raise StorageError(f"'{run.path}' is not finished; `redgrape resume {run.path}` continues it")
+    return run.summary
+
+
+def _json(path: Path) -> Any:
+    return json.loads(path.read_bytes()) if path.exists() else None
+
+
+def _lines(path: Path) -> list[bytes]:
+    return path.read_bytes().split(b"\n")[:-1] if path.exists() else []
