@@ -36,7 +36,7 @@ def test_mnist_starts_from_the_size_of_class_0() -> None:
     assert all(size <= available for size, available in zip(sizes, MNIST_COUNTS, strict=True))
 
 
-def test_a_power_that_rounds_below_a_whole_number_is_not_cut_to_the_one_before() -> None:
+def test_powers_that_are_whole_numbers_are_not_cut_to_the_one_before() -> None:
     assert exponential([1000] * 4, 1000) == [1000, 100, 10, 1]
 
 

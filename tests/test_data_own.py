@@ -112,13 +112,15 @@ def test_images_are_decoded_once_and_mapped(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_changed_images_and_a_damaged_cache_are_decoded_again(tmp_path: Path) -> None:
-    write_images(tmp_path / "pets", {"a": 3, "b": 3})
+    write_images(tmp_path / "pets", {"a": 3, "b": 3}, suffix=".bmp")
     load(str(tmp_path / "pets"), tmp_path)
     (cache,) = (tmp_path / "decoded").iterdir()
     cache.write_bytes(cache.read_bytes()[:100])
     assert load(str(tmp_path / "pets"), tmp_path).train.x.shape == (6, 3, 4, 6)
-    path = tmp_path / "pets" / "a" / "000.png"
+    path = tmp_path / "pets" / "a" / "000.bmp"
+    size = path.stat().st_size
     Image.new("RGB", (6, 4), (200, 0, 0)).save(path)
+    assert path.stat().st_size == size
     os.utime(path, ns=(1, 1))
     assert int(load(str(tmp_path / "pets"), tmp_path).train.x[0, 0, 0, 0]) == 200
 
@@ -294,7 +296,7 @@ X, Y = np.zeros((4, 2), dtype=np.float32), np.array([0, 1, 0, 1])
         ({"x": X, "y": Y, "test": Y > 0, "x_test": X, "y_test": Y}, "both"),
         ({"x": X, "y": Y, "x_test": X}, "no array `y_test`"),
         ({"x": X, "y": Y, "x_test": X[:, :1], "y_test": Y}, "a row of x_test"),
-        ({"x": X[:0], "y": Y[:0]}, "0 training and 0 test"),
+        ({"x": X[:0], "y": Y[:0]}, "x holds no examples"),
     ],
 )
 @pytest.mark.parametrize("compressed", [False, True])

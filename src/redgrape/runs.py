@@ -102,7 +102,9 @@ class Run:
 
 
 def environment(device: str, federation: Federation) -> dict[str, Any]:
-    """What could change bits, or explain a difference; and the name of the split."""
+    """What could change bits, or explain a difference; and what a reader of the run must know of the data."""
+    train = federation.train
+    pixels = train.x.dtype == torch.uint8
     return {
         "redgrape": redgrape.__version__,
         "python": platform.python_version(),
@@ -112,6 +114,11 @@ def environment(device: str, federation: Federation) -> dict[str, Any]:
         "machine": platform.machine(),
         "device": device,
         "split": federation.fingerprint(),
+        "input": {
+            "shape": list(train.x.shape[1:]),
+            "dtype": "uint8" if pixels else "float",
+            "pixels": {"divided_by": 255, "mean": train.pixels.mean, "std": train.pixels.std} if pixels else None,
+        },
         "class_names": federation.class_names,
         "class_counts": federation.class_counts.tolist(),
         "client_counts": federation.client_counts.tolist(),

@@ -18,8 +18,9 @@ import pickle
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -33,7 +34,7 @@ from redgrape.engines.in_process import InProcess
 from redgrape.engines.pool import Pool
 from redgrape.method import ClientId, Method, ServerSite
 from redgrape.nets.net import Net
-from redgrape.training import RunState, rounds
+from redgrape.training import RunState, rounds, sample_clients
 from redgrape.tree import Tensors, Tree
 
 SEED, ROUNDS, BATCH, CLASSES = 7, 3, 4, 4
@@ -78,8 +79,7 @@ def _clause(check: Callable[..., None]) -> Callable[..., None]:
         try:
             check(type(method)(**{**dict(method), "epochs": 1, "batch_size": BATCH}), *options)
         except Exception as error:
-            reason = str(error) if isinstance(error, AssertionError) else f"{type(error).__name__}: {error}"
-            raise AssertionError(f"{type(method).__name__} breaks '{check.__name__}': {reason}") from error
+            raise AssertionError(f"{type(method).__name__} breaks '{check.__name__}': {_sentence(error)}") from error
 
     CHECKS[check.__name__] = checked
     return checked
@@ -110,45 +110,59 @@ def no_state_is_kept_on_the_method(method: Method) -> None:
 @_clause
 def leaves_are_named_tensors(method: Method) -> None:
     """What crosses a wall is tensors by name, and the same again after a passage through bytes."""
-    for what, passed, _ in _witnessed(method).passed:
-        again = tree.flatten(tree.from_bytes(tree.to_bytes(passed)))
-        for name, t in tree.flatten(passed).items():
+    for passed in _exchange(method):
+        tree.check_leaves(passed.tree, passed.what)
+        again = tree.flatten(tree.from_bytes(tree.to_bytes(passed.tree)))
+        for name, t in tree.flatten(passed.tree).items():
             if name not in again or not _same(again[name], t):
-                raise AssertionError(f"{what}: '{name}' does not survive a passage through bytes")
+                raise AssertionError(f"{passed.what}: '{name}' does not survive a passage through bytes")
 
 
 @_clause
 def nothing_that_was_passed_is_modified(method: Method) -> None:
     """Broadcasts, updates, client states and old server states keep their bits."""
-    for what, passed, bits in _witnessed(method).passed:
-        if tree.to_bytes(passed) != bits:
-            raise AssertionError(f"{what} was modified in place; return new tensors instead")
+    kept: list[tuple[_Passed, bytes]] = []
+    for passed in _exchange(method):
+        kept.append((passed, tree.to_bytes(passed.tree)))
+        for earlier, bits in reversed(kept):
+            if tree.to_bytes(earlier.tree) != bits:
+                raise AssertionError(f"{earlier.what} was modified in place before {passed.what} was made; clone first")
 
 
 @_clause
 def updates_share_no_memory(method: Method) -> None:
     """An update looks neither into the broadcast nor into the client's data."""
-    if shared := _witnessed(method).shared:
-        raise AssertionError(f"{shared[0]}; clone it")
+    case = _Case()
+    data = case.federation.train
+    places: dict[int, str] = {}
+    for passed in _exchange(method, case):
+        flat = tree.flatten(passed.tree)
+        if passed.kind == "broadcast":
+            places = {_memory(data.x): "the client's inputs", _memory(data.y): "the client's labels"}
+            places |= {_memory(t): f"the broadcast's '{name}'" for name, t in flat.items()}
+        if passed.kind == "update":
+            for name, t in flat.items():
+                if t.numel() and _memory(t) in places:
+                    raise AssertionError(f"{passed.what}: '{name}' shares memory with {places[_memory(t)]}; clone it")
 
 
 @_clause
 def model_keeps_names_shapes_and_dtypes(method: Method) -> None:
     """server["model"] is what build() gives, after init_server and after every round."""
-    for what, passed, _ in _witnessed(method).passed:
-        if what.startswith("the server"):
-            _check_model(passed, batchnorm_net(), what)
+    for passed in _exchange(method):
+        if passed.kind == "server":
+            _check_model(passed.tree, batchnorm_net(), passed.what)
 
 
 @_clause
 def batchnorm_buffers_stay_sound(method: Method) -> None:
-    """Batch counters are int64, and running variances are not negative."""
-    for what, passed, _ in _witnessed(method).passed:
-        for name, t in tree.flatten(passed).items():
+    """Batch counters are int64, and the server's running variances are not negative."""
+    for passed in _exchange(method):
+        for name, t in tree.flatten(passed.tree).items():
             if name.endswith("num_batches_tracked") and t.dtype != torch.int64:
-                raise AssertionError(f"{what}: '{name}' is {t.dtype}; it must stay torch.int64")
-            if what.startswith("the server") and name.startswith("model/") and name.endswith("running_var"):
-                assert (t >= 0).all(), f"{what}: '{name}' is negative; average buffers, do not step along them"
+                raise AssertionError(f"{passed.what}: '{name}' is {t.dtype}; it must stay torch.int64")
+            if passed.kind == "server" and name.startswith("model/") and name.endswith("running_var") and (t < 0).any():
+                raise AssertionError(f"{passed.what}: '{name}' is negative; average buffers, do not step along them")
 
 
 @_clause
@@ -222,7 +236,7 @@ def engines_agree(method: Method, workers: Sequence[int] = (1, 2)) -> None:
     straight = _run(method)
     for count in workers:
         pooled = _run(method, engine=functools.partial(Pool, workers=count))
-        _must_equal(straight, pooled, f"a run in {count} worker processes")
+        _must_equal(straight, pooled, f"a run in a pool of {count}")
 
 
 @_clause
@@ -275,10 +289,10 @@ def every_kind_of_net(method: Method) -> None:
 @_clause
 def float64_stays_float64(method: Method) -> None:
     """A net in double precision is trained and sent in double precision."""
-    for what, passed, _ in _witnessed(method, _Case(build=float64_net)).passed:
-        for name, t in tree.flatten(passed).items():
+    for passed in _exchange(method, _Case(build=float64_net)):
+        for name, t in tree.flatten(passed.tree).items():
             if t.is_floating_point() and t.dtype != torch.float64:
-                raise AssertionError(f"{what}: '{name}' is {t.dtype} where the net is torch.float64")
+                raise AssertionError(f"{passed.what}: '{name}' is {t.dtype} where the net is torch.float64")
 
 
 @dataclass(frozen=True)
@@ -291,9 +305,14 @@ class _Case:
     shape: tuple[int, ...] = IMAGE
     clients_per_round: int = 3
 
+    @cached_property
     def federation(self) -> Federation:
         clients = [self._examples(counts, k) for k, counts in enumerate(self.counts)]
         return Federation(clients, self._examples((1,) * CLASSES, len(clients)), CLASSES)
+
+    @property
+    def eligible(self) -> list[ClientId]:
+        return [k for k in range(self.federation.num_clients) if self.federation.size(k)]
 
     def _examples(self, counts: Sequence[int], place: int) -> Examples:
         """So many examples of each class, noise around a mean of its own."""
@@ -331,88 +350,66 @@ class _Dropping(InProcess):
         return dict(answers[i] for i in self._keep)
 
 
-class _Witness(InProcess):
-    """Keeps every tree that passes, by a description, with the bits it had then."""
-
-    def __init__(self, half: ClientHalf) -> None:
-        super().__init__(half)
-        self.passed: list[tuple[str, Tree, bytes]] = []
-        self.shared: list[str] = []  # where an update shares memory
-
-    def keep(self, what: str, passed: Tree) -> None:
-        tree.check_leaves(passed, what)
-        self.passed.append((what, passed, tree.to_bytes(passed)))
-
-    def run_clients(
-        self, broadcast: Tree, states: Mapping[ClientId, Tree | None], round: int
-    ) -> Mapping[ClientId, Answer]:
-        self.keep(f"the broadcast of round {round}", broadcast)
-        answers: dict[ClientId, Answer] = {}
-        for k, state in states.items():
-            answers |= super().run_clients(broadcast, {k: state}, round)
-            self.keep(f"client {k}'s update of round {round}", answers[k].update)
-            self.keep(f"client {k}'s state after round {round}", answers[k].state)
-            self._look_for_shared_memory(answers[k].update, broadcast, k)
-        return answers
-
-    def _look_for_shared_memory(self, update: Tree, broadcast: Tree, client: ClientId) -> None:
-        data = self._half.federation.train
-        places = {_memory(t): f"the broadcast's '{name}'" for name, t in tree.flatten(broadcast).items()}
-        places |= {_memory(data.x): "the client's inputs", _memory(data.y): "the client's labels"}
-        for name, t in tree.flatten(update).items():
-            if t.numel() and _memory(t) in places:
-                self.shared.append(f"client {client}'s update: '{name}' shares memory with {places[_memory(t)]}")
-
-
 def _memory(t: Tensor) -> int:
     return t.untyped_storage().data_ptr()
 
 
-def _half(method: Method, case: _Case) -> ClientHalf:
-    return ClientHalf(method, case.federation(), case.build, SEED, ROUNDS, torch.device("cpu"))
+def _client_half(method: Method, case: _Case) -> ClientHalf:
+    return ClientHalf(method, case.federation, case.build, SEED, ROUNDS, torch.device("cpu"))
 
 
-def _server_site(half: ClientHalf) -> ServerSite:
-    federation = half.federation
-    return ServerSite(
-        half.build, federation.num_clients, federation.num_classes, half.seed, 0, half.rounds, half.device
-    )
-
-
-def _rounds(half: ClientHalf, case: _Case, engine: Engine, start: RunState | None) -> Iterator[RunState]:
-    eligible = [k for k in range(half.federation.num_clients) if half.federation.size(k)]
-    return rounds(
-        half.method,
-        engine,
-        _server_site(half),
-        eligible=eligible,
-        clients_per_round=case.clients_per_round,
-        start=start,
-    )
+def _server_site(case: _Case) -> ServerSite:
+    federation = case.federation
+    return ServerSite(case.build, federation.num_clients, federation.num_classes, SEED, 0, ROUNDS, torch.device("cpu"))
 
 
 def _run(
     method: Method,
-    case: _Case = _Case(),  # noqa: B008  # frozen
+    case: _Case | None = None,
     engine: Callable[[ClientHalf], Engine] = InProcess,
     start: RunState | None = None,
 ) -> list[RunState]:
     """The states after each round."""
-    half = _half(method, case)
-    with engine(half) as running:
-        return list(_rounds(half, case, running, start))
+    case = case or _Case()
+    with engine(_client_half(method, case)) as running:
+        return list(
+            rounds(
+                method,
+                running,
+                _server_site(case),
+                eligible=case.eligible,
+                clients_per_round=case.clients_per_round,
+                start=start,
+            )
+        )
 
 
-def _witnessed(method: Method, case: _Case = _Case()) -> _Witness:  # noqa: B008  # frozen
-    """A run, seen by a witness from the server's first state on."""
-    half = _half(method, case)
-    witness = _Witness(half)
-    model: Tensors = {name: t.clone() for name, t in half.build().state_dict().items()}
-    server = method.init_server(model, _server_site(half))
-    witness.keep("the server's first state", server)
-    for state in _rounds(half, case, witness, RunState(0, server, {})):
-        witness.keep(f"the server's state after round {state.round}", state.server)
-    return witness
+class _Passed(NamedTuple):
+    """A tree on its way from one half of a method to the other."""
+
+    kind: Literal["server", "broadcast", "update", "state"]
+    what: str
+    tree: Tree
+
+
+def _exchange(method: Method, case: _Case | None = None) -> Iterator[_Passed]:
+    """A run taken apart: every tree as soon as the method has made it."""
+    case = case or _Case()
+    half, site = _client_half(method, case), _server_site(case)
+    model: Tensors = {name: t.clone() for name, t in case.build().state_dict().items()}
+    server = method.init_server(model, site)
+    yield _Passed("server", "the server's first state", server)
+    states: dict[ClientId, Tree] = {}
+    for t in range(1, ROUNDS + 1):
+        broadcast = method.broadcast(server)
+        yield _Passed("broadcast", f"the broadcast of round {t}", broadcast)
+        updates: dict[ClientId, Tree] = {}
+        for k in sample_clients(case.eligible, case.clients_per_round, SEED, t):
+            updates[k], states[k] = half.run(k, broadcast, states.get(k), t)
+            yield _Passed("update", f"client {k}'s update of round {t}", updates[k])
+            yield _Passed("state", f"client {k}'s state after round {t}", states[k])
+        server = method.server_update(server, updates, replace(site, round=t))
+        yield _Passed("server", f"the server's state after round {t}", server)
 
 
 def _attributes(method: Method) -> dict[str, Any]:
@@ -430,6 +427,13 @@ def _comparable(value: Any) -> Any:
         return pickle.dumps(value)
     except Exception:  # a property, a classmethod: it changes only by being replaced
         return id(value)
+
+
+def _sentence(error: Exception) -> str:
+    """The first line of what was raised, with the last where the first only announces it."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
+    text = f"{lines[0]} {lines[-1]}" if lines[0].endswith(":") else lines[0]
+    return text if isinstance(error, AssertionError) else f"{type(error).__name__}: {text}"
 
 
 def _same(a: Tensor, b: Tensor) -> bool:

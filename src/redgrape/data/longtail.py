@@ -24,7 +24,7 @@ def exponential(counts: Sequence[int], ir: float, head_cap: int | None = None) -
     """
     _check(counts, ir, head_cap)
     n_0, last = _cap(counts[0], head_cap), len(counts) - 1
-    sizes = [int(n_0 * ir ** (-c / last) + 1e-9) for c in range(last + 1)]  # 1e-9: 4.999... from rounding is 5
+    sizes = [int(n_0 * ir ** (-c / last)) for c in range(last + 1)]
     for c, (size, available) in enumerate(zip(sizes, counts, strict=True)):
         if size > available:
             raise DataError(

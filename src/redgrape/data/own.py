@@ -82,9 +82,9 @@ def _from_folder(folder: Path, root: Path, seed: int, image_size: int | None) ->
 
 
 def _list_images(folder: Path) -> _Listing:
-    names = [entry.name for entry in _visible_folders(folder)]
+    names = [entry.name for entry in visible_folders(folder)]
     splits = ["train", "test"] if set(names) == {"train", "test"} else ["."]
-    classes = [[entry.name for entry in _visible_folders(folder / split)] for split in splits]
+    classes = [[entry.name for entry in visible_folders(folder / split)] for split in splits]
     if len(classes[0]) < 2:
         raise DataError(
             f"{folder / splits[0]} holds {len(classes[0])} class folders; it needs one sub-folder for each class"
@@ -99,19 +99,19 @@ def _list_images(folder: Path) -> _Listing:
     test: list[bool] = []
     for split in splits:
         for label, name in enumerate(classes[0]):
-            found = _images_of_class(folder / split / name, folder)
+            found = images_of_class(folder / split / name, folder)
             paths += found
             labels += [label] * len(found)
             test += [split == "test"] * len(found)
     return _Listing(folder, classes[0], paths, np.array(labels, np.int64), np.array(test) if len(splits) == 2 else None)
 
 
-def _visible_folders(folder: Path) -> list[Path]:
+def visible_folders(folder: Path) -> list[Path]:
     return sorted(entry for entry in folder.iterdir() if entry.is_dir() and not entry.name.startswith("."))
 
 
-def _images_of_class(class_folder: Path, folder: Path) -> list[Path]:
-    if inner := _visible_folders(class_folder):
+def images_of_class(class_folder: Path, folder: Path) -> list[Path]:
+    if inner := visible_folders(class_folder):
         raise DataError(
             f"{inner[0]} is a folder inside a class folder; images must lie directly in the folder of their class"
         )
@@ -154,7 +154,7 @@ def _mapped_npy(path: Path, n: int) -> NDArray[np.uint8]:
 
 def _decode(listing: _Listing, cache: Path, image_size: int | None) -> None:
     """Decode every image into the cache file, which appears complete or not at all."""
-    modes_and_sizes = [_open(path, lambda image: (image.mode, image.size)) for path in listing.paths]
+    modes_and_sizes = [open_image(path, lambda image: (image.mode, image.size)) for path in listing.paths]
     mode = "L" if all(found in ("L", "1") for found, _ in modes_and_sizes) else "RGB"
     width, height = modes_and_sizes[0][1] if image_size is None else (image_size, image_size)
     for path, (found, size) in zip(listing.paths, modes_and_sizes, strict=True):
@@ -181,7 +181,7 @@ def _decode(listing: _Listing, cache: Path, image_size: int | None) -> None:
         with partial.open("r+b") as file:
             os.posix_fallocate(file.fileno(), 0, partial.stat().st_size)  # a full disk must not end a write into a map
             for row, path in enumerate(listing.paths):
-                decoded[row] = _open(path, pixels)
+                decoded[row] = open_image(path, pixels)
             decoded.flush()
             os.fsync(file.fileno())
         partial.replace(cache)
@@ -189,7 +189,7 @@ def _decode(listing: _Listing, cache: Path, image_size: int | None) -> None:
         partial.unlink(missing_ok=True)
 
 
-def _open(path: Path, use: Any) -> Any:
+def open_image(path: Path, use: Any) -> Any:
     try:
         from PIL import Image
     except ImportError as error:
@@ -202,8 +202,10 @@ def _open(path: Path, use: Any) -> Any:
 
 
 def _from_npz(path: Path, seed: int) -> Source:
-    arrays = _Arrays(path)
-    x, y = _inputs(arrays["x"], f"{path}: x"), _labels(arrays["y"], f"{path}: y")
+    arrays = Arrays(path)
+    x, y = as_inputs(arrays["x"], f"{path}: x"), as_labels(arrays["y"], f"{path}: y")
+    if len(x) == 0:
+        raise DataError(f"{path}: x holds no examples")
     _same_length(path, "y", y, x)
     clients = _integers(arrays["client"], f"{path}: client") if "client" in arrays else None
     if clients is not None:
@@ -211,17 +213,17 @@ def _from_npz(path: Path, seed: int) -> Source:
     if "x_test" in arrays or "y_test" in arrays:
         if "test" in arrays:
             raise DataError(f"{path} has both `test` and `x_test`, `y_test`; give the test set in one way")
-        x_test, y_test = _inputs(arrays["x_test"], f"{path}: x_test"), _labels(arrays["y_test"], f"{path}: y_test")
+        x_test, y_test = as_inputs(arrays["x_test"], f"{path}: x_test"), as_labels(arrays["y_test"], f"{path}: y_test")
         _same_length(path, "y_test", y_test, x_test)
         if (x_test.shape[1:], x_test.dtype) != (x.shape[1:], x.dtype):
             raise DataError(
                 f"{path}: a row of x_test is {x_test.dtype} {x_test.shape[1:]}, a row of x {x.dtype} {x.shape[1:]}"
             )
-        names = _class_names(arrays, max(_highest(y), _highest(y_test)), len(y))
+        names = names_of_classes(arrays, max(highest_label(y), highest_label(y_test)), len(y))
         train, test = Examples(x, y), Examples(x_test, y_test)
     else:
-        names = _class_names(arrays, _highest(y), len(y))
-        test_rows = _test_rows(arrays, len(y)) if "test" in arrays else held_out_rows(y, len(names), seed)
+        names = names_of_classes(arrays, highest_label(y), len(y))
+        test_rows = rows_for_test(arrays, len(y)) if "test" in arrays else held_out_rows(y, len(names), seed)
         train_rows, train, test = _split(Examples(x, y), test_rows)
         clients = None if clients is None else clients[train_rows]
     if len(train) == 0 or len(test) == 0:
@@ -231,7 +233,7 @@ def _from_npz(path: Path, seed: int) -> Source:
     return Source(path.stem, train, test, names, clients)
 
 
-class _Arrays:
+class Arrays:
     """The arrays of an .npz file by name: mapped where they are stored as they are, read where they are compressed."""
 
     def __init__(self, path: Path) -> None:
@@ -239,7 +241,7 @@ class _Arrays:
         try:
             with zipfile.ZipFile(path) as archive:
                 self.members = {info.filename.removesuffix(".npy"): info for info in archive.infolist()}
-        except (OSError, zipfile.BadZipFile, ValueError) as error:
+        except Exception as error:  # a damaged file can raise nearly anything
             raise DataError(f"{path} cannot be read as an .npz file ({one_line(error)})") from error
 
     def __contains__(self, name: str) -> bool:
@@ -254,7 +256,7 @@ class _Arrays:
                 return self._mapped(member)
             with zipfile.ZipFile(self.path) as archive, archive.open(member) as file:
                 return np.lib.format.read_array(file, allow_pickle=False)
-        except Exception as error:  # a damaged file can raise nearly anything
+        except Exception as error:
             raise DataError(f"{self.path}: array `{name}` cannot be read ({one_line(error)})") from error
 
     def _mapped(self, member: zipfile.ZipInfo) -> Any:
@@ -288,7 +290,7 @@ def _npy_header(file: BinaryIO) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
     raise ValueError(f"version {version} of the .npy format is not known")
 
 
-def _inputs(x: Any, what: str) -> Any:
+def as_inputs(x: Any, what: str) -> Any:
     """Floats as they are; uint8 images with the channels first."""
     if not x.dtype.isnative:
         x = x.astype(x.dtype.newbyteorder("="))
@@ -309,7 +311,7 @@ def _inputs(x: Any, what: str) -> Any:
     return x
 
 
-def _labels(y: Any, what: str) -> Any:
+def as_labels(y: Any, what: str) -> Any:
     y = _integers(y, what)
     if len(y) and y.min() < 0:
         raise DataError(f"{what} has the label {y.min()}; labels are whole numbers from 0")
@@ -329,11 +331,11 @@ def _same_length(path: Path, name: str, values: Any, x: Any) -> None:
         )
 
 
-def _highest(labels: Rows) -> int:
+def highest_label(labels: Rows) -> int:
     return int(labels.max()) if len(labels) else -1
 
 
-def _class_names(arrays: _Arrays, highest: int, examples: int) -> list[str]:
+def names_of_classes(arrays: Arrays, highest: int, examples: int) -> list[str]:
     if "class_names" not in arrays:
         if highest >= examples:
             raise DataError(
@@ -351,7 +353,7 @@ def _class_names(arrays: _Arrays, highest: int, examples: int) -> list[str]:
     return [str(name) for name in names]
 
 
-def _test_rows(arrays: _Arrays, n: int) -> Rows:
+def rows_for_test(arrays: Arrays, n: int) -> Rows:
     test = arrays["test"]
     if test.dtype != np.bool_ or test.shape != (n,):
         raise DataError(

@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import numpy as np
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from redgrape.data import longtail
 from redgrape.data.augment import Augment
 from redgrape.data.federation import Federation
 from redgrape.data.partition import Kind, partition
-from redgrape.data.sources import load
+from redgrape.data.sources import READERS, load
 from redgrape.errors import ConfigError
 
 
@@ -22,7 +22,8 @@ def _list_to_tuple(value: Any) -> Any:
 
 
 class DataOptions(BaseModel):
-    """Which data, how imbalanced, and how it is divided among the clients."""
+    """Which data, how imbalanced, and how it is divided among the clients. One's own data keeps its imbalance unless
+    another is asked for."""
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
 
@@ -50,6 +51,13 @@ class DataOptions(BaseModel):
     crop: int = Field(0, ge=0, description="augmentation: pad by so many pixels and cut a random window")
     flip: bool = Field(False, description="augmentation: mirror images by a coin")
     cutout: int = Field(0, ge=0, description="augmentation: blank a random square of so many pixels")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _own_data_is_imbalanced_already(cls, values: Any) -> Any:
+        if isinstance(values, dict) and "imbalance" not in values and values.get("source", "digits") not in READERS:
+            return {**values, "imbalance": "natural"}
+        return values
 
 
 def prepare(options: DataOptions, seed: int, root: Path | None = None) -> Federation:

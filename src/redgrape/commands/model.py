@@ -1,0 +1,68 @@
+"""export, evaluate, predict."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import asdict
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from redgrape.progress import percent
+
+
+def export(options: argparse.Namespace) -> None:
+    from redgrape.export import export as write
+
+    folder = write(options.run, options.out, options.format)
+    print(json.dumps({"model": str(folder)}) if options.json else f"model folder: {folder} (read its README.md)")
+
+
+def evaluate(options: argparse.Namespace) -> None:
+    from redgrape.inference import evaluate_model, read_labelled
+    from redgrape.model import load_model
+
+    model = load_model(options.model)
+    scores = evaluate_model(model, read_labelled(options.data, model))
+    if options.json:
+        print(json.dumps(scores))
+        return
+    console = Console()
+    lines = {
+        "examples": str(scores["examples"]),
+        "accuracy": f"{percent(scores['accuracy'])} %",
+        "class-balanced accuracy": f"{percent(scores['balanced'])} %",
+        "macro F1": f"{percent(scores['macro_f1'])} %",
+        "expected calibration error": f"{percent(scores['ece'])} %",
+        "negative log-likelihood": f"{scores['nll']:.4f}",
+        "Brier score": f"{scores['brier']:.4f}",
+    }
+    for name, value in lines.items():
+        console.print(f"{name:<28}{value}", highlight=False)
+    table = Table(title="per class, %")
+    for title in ("class", "examples", "precision", "recall", "F1"):
+        table.add_column(title, justify="left" if title == "class" else "right")
+    for row in scores["per_class"]:
+        figures = [percent(row[name]) for name in ("precision", "recall", "f1")]
+        table.add_row(Text(row["class"]), str(row["support"]), *figures)
+    console.print(table)
+
+
+def predict(options: argparse.Namespace) -> None:
+    from redgrape.inference import predict_file
+    from redgrape.model import load_model
+
+    predictions = predict_file(options.data, load_model(options.model))
+    if options.json:
+        print(json.dumps([asdict(p) for p in predictions]))
+        return
+    table = Table()
+    for title in ("example", "class", "%", "runner-up", "%"):
+        table.add_column(title, justify="right" if title == "%" else "left")
+    for p in predictions:
+        row: list[Any] = [Text(p.name), Text(p.label), percent(p.probability)]
+        table.add_row(*row, Text(p.runner_up), percent(p.runner_up_probability))
+    Console().print(table)
