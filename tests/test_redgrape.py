@@ -214,27 +214,29 @@ def test_prototypes_are_averaged_over_their_holders(weights: Any, class_0: float
 
 
 def test_prototypes_of_an_absent_class_stay_and_age() -> None:
-    """Class 0 is held in rounds 1 and 3, class 1 in round 1 only, class 2 from round 2 on. `max_age=1` still sends what
-    is one round older than the last, `max_age=0` only what the last round made."""
+    """Class 0 is held in rounds 1 and 3, class 1 in round 1 only, class 2 from round 2 on, class 3 never."""
     method = RedGrape()
     server, seen, ages, tables = start(method, linear()), [], [], []
     for values in ({0: (1.0, 1), 1: (2.0, 1)}, {2: (3.0, 1)}, {0: (4.0, 1), 2: (5.0, 1)}):
         server = method.server_update(server, {1: reply(method, server, values)}, server_at(linear()))
-        seen.append(server["seen"].tolist())
-        ages.append(server["age"][:3].tolist())
+        seen.append(server["seen"].int().tolist())
+        ages.append(server["age"].tolist())
         tables.append(table(server))
     assert tables == [[1.0, 2.0, 0.0, 0.0], [1.0, 2.0, 3.0, 0.0], [4.0, 2.0, 5.0, 0.0]]
-    assert seen == [[True, True, False, False], [True, True, True, False], [True, True, True, False]]
-    assert [a[:2] for a in ages] == [[0, 0], [1, 1], [0, 2]]
-    assert [a[2] for a in ages[1:]] == [0, 0]
-    assert method.log(server, {})["prototype_age"].tolist()[:3] == [0, 2, 0]
-    for max_age, usable in (
-        (None, [True, True, True, False]),
-        (2, [True, True, True, False]),
-        (1, [True, False, True, False]),
-        (0, [True, False, True, False]),
-    ):
-        assert RedGrape(max_age=max_age).broadcast(server)["seen"].tolist() == usable
+    assert seen == [[1, 1, 0, 0], [1, 1, 1, 0], [1, 1, 1, 0]]
+    assert [age[:2] for age in ages] == [[0, 0], [1, 1], [0, 2]]
+    assert [age[2] for age in ages[1:]] == [0, 0]
+    assert method.log(server, {})["prototype_age"].tolist() == ages[-1]
+
+
+@pytest.mark.parametrize(
+    ("max_age", "usable"), [(None, [1, 1, 1, 0]), (3, [1, 1, 1, 0]), (2, [0, 1, 1, 0]), (0, [0, 1, 0, 0])]
+)
+def test_old_prototypes_are_not_used(max_age: int | None, usable: list[int]) -> None:
+    """Prototypes of classes 0, 1 and 2 that are three, no and one round old, and none of class 3."""
+    method = RedGrape(max_age=max_age)
+    server = with_prototypes(start(method, linear()), [0, 1, 2]) | {"age": torch.tensor([3, 0, 1, 4])}
+    assert method.broadcast(server)["seen"].int().tolist() == usable
 
 
 def test_a_sum_of_padded_tables_is_all_the_server_needs() -> None:
@@ -469,7 +471,7 @@ def test_without_lambda_both_classifiers_move_alike(extra_init: Any) -> None:
 
 def test_without_lambda_the_sum_of_the_classifiers_is_fedavg_at_twice_the_learning_rate() -> None:
     """d(W + W_hat) = -2 eta g, where g is the gradient at the logits (W + W_hat) h: FedAvg's step with 2 eta. The
-    linear net has no encoder whose rate would differ, and W_hat starts at zero, so that both start with the same logits."""
+    linear net has no encoder whose rate would differ, and W_hat starts at zero, so that both start alike."""
     options = {"momentum": 0.0, "batch_size": 4, "epochs": 2}
     clients = [examples(MANY[0])]
     both = trained(RedGrape(lam=0.0, extra_init="zeros", lr=0.1, **options), linear(), clients).server

@@ -116,7 +116,7 @@ def _same_or_new(path: Path, experiment: Experiment) -> RunFolder:
 
 
 def carry_out(folder: RunFolder, options: argparse.Namespace, label: str) -> None:
-    workers = options.workers if options.workers is not None else os.cpu_count() or 1
+    workers = options.workers or (os.cpu_count() or 1 if options.device == "cpu" else 1)
     this = Run(folder, workers=workers, device=options.device, data_root=options.data_root)
     done = report.RunView.read(folder.path).rounds_done
     progress = Progress(label, done, this.experiment.rounds, as_json=options.json, quiet=options.quiet)

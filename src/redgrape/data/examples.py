@@ -29,7 +29,7 @@ class Pixels:
         return (x.to(dtype) / 255 - mean) / std
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Examples:
     """x: [n, ...] floats or uint8 pixels; y: [n] class numbers. NumPy arrays are taken as they are, without a copy.
 
