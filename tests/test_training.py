@@ -258,6 +258,21 @@ def test_a_frozen_encoder_stays_and_the_classifier_learns(method: type[FedAvg]) 
 # The rounds
 
 
+def test_a_loaded_net_shares_no_memory_and_draws_no_random_numbers() -> None:
+    """Though building it draws: else the order of a client's batches would depend on how often a net is loaded."""
+
+    def build() -> rg.Net:
+        return rg.Net(nn.Dropout(0.5), nn.Linear(5, C))
+
+    model, before = dict(build().state_dict()), torch.get_rng_state()
+    net = ServerSite(build, 1, C, 0, 1, 1, torch.device("cpu")).load(model)
+    assert torch.equal(before, torch.get_rng_state())
+    assert net.training
+    for name, t in net.state_dict().items():
+        assert torch.equal(t, model[name])
+        assert t.data_ptr() != model[name].data_ptr()
+
+
 def test_sampling_is_a_function_of_seed_and_round() -> None:
     chosen = [sample_clients(range(50), 10, seed, t) for seed in (0, 1) for t in range(1, 21)]
     assert chosen == [sample_clients(range(50), 10, seed, t) for seed in (0, 1) for t in range(1, 21)]
@@ -299,7 +314,7 @@ def test_one_diverging_client_is_left_out_and_recorded() -> None:
 
 
 class Remembering(FedAvg):
-    """Counts a client's visits in its state."""
+    """Counts a client's visits in its state, and knows the round."""
 
     def init_client(self, broadcast):
         return {"visits": torch.tensor(0)}
@@ -308,21 +323,38 @@ class Remembering(FedAvg):
         update, _ = super().client_update(broadcast, state, site)
         return update, {"visits": state["visits"] + 1}
 
+    def server_update(self, server, updates, site):
+        return super().server_update(server, updates, site) | {"round": torch.tensor(site.round)}
+
 
 class LosesClientOne(InProcess):
+    """Until round 3."""
+
     def run_clients(self, broadcast, states, round):
         answers = super().run_clients(broadcast, states, round)
         return {k: a for k, a in answers.items() if k != 1 or round == 3}
 
 
-def test_a_client_that_was_lost_keeps_its_old_state() -> None:
+class SpoilsClientOne(InProcess):
+    """Until round 3."""
+
+    def run_clients(self, broadcast, states, round):
+        answers = super().run_clients(broadcast, states, round)
+        if round < 3:
+            answers[1].update["delta"]["classifier.bias"][0] = math.nan
+        return answers
+
+
+@pytest.mark.parametrize("engine", [LosesClientOne, SpoilsClientOne])
+def test_a_client_whose_update_does_not_count_keeps_its_old_state(engine: type[InProcess]) -> None:
     """Client 0 is heard three times, client 1 only in round 3: for the server that was its first visit."""
     half = ClientHalf(Remembering(epochs=1), federation([2, 1, 1], [1, 1, 2]), LINEAR, 0, 3, torch.device("cpu"))
     site = ServerSite(LINEAR, 2, C, 0, 0, 3, torch.device("cpu"))
-    states = list(rounds(half.method, LosesClientOne(half), site, eligible=[0, 1], clients_per_round=2))
+    states = list(rounds(half.method, engine(half), site, eligible=[0, 1], clients_per_round=2))
     visits = [{k: int(s["visits"]) for k, s in state.clients.items()} for state in states]
     assert visits == [{0: 1}, {0: 2}, {0: 3, 1: 1}]
     assert [state.record["answered"] for state in states] == [[0], [0], [0, 1]]
+    assert [int(state.server["round"]) for state in states] == [state.round for state in states] == [1, 2, 3]
 
 
 def test_history() -> None:

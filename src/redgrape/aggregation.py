@@ -23,6 +23,9 @@ def delta(net: Net, start: Tensors) -> Tensors:
 
 
 def buffers(net: Net) -> Tensors:
+    """Values that are not trained but follow the training, such as running statistics; none of a frozen encoder."""
+    if not net.encoder.training:
+        return {}
     parameters = {name for name, _ in net.named_parameters()}
     return {name: t.detach().cpu().clone() for name, t in net.state_dict().items() if name not in parameters}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import io
 import os
 import signal
 import sys
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from redgrape import __version__
-from redgrape.errors import ConfigError, RedgrapeError
+from redgrape.errors import ConfigError, RedgrapeError, StorageError
 
 
 class _Parser(argparse.ArgumentParser):
@@ -37,6 +38,8 @@ _FLAGS: dict[str, tuple[str, Any, str]] = {
 
 
 def main(arguments: list[str] | None = None) -> NoReturn:
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a path may hold anything, a terminal may show only ASCII
     sys.exit(run(sys.argv[1:] if arguments is None else arguments))
 
 
@@ -47,6 +50,7 @@ def run(arguments: list[str]) -> int:
     try:
         options = _parser().parse_args([a for a in arguments if a != "--debug"])
         options.command(options)
+        sys.stdout.flush()
     except RedgrapeError as error:
         if debug:
             raise
@@ -58,6 +62,11 @@ def run(arguments: list[str]) -> int:
     except BrokenPipeError:  # the reader, such as `head`, has gone
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
+    except OSError as error:
+        if debug:
+            raise
+        print(f"redgrape: {_one_line(error)}", file=sys.stderr)
+        return StorageError.exit_code
     finally:
         signal.signal(signal.SIGTERM, previous)
     return 0
@@ -111,7 +120,7 @@ def _parser() -> argparse.ArgumentParser:
         "methods", nargs="+", help="methods, each with hyper-parameters where wanted: redgrape:lam=0.2,norm=per_tensor"
     )
     command.add_argument("--experiment", type=Path, metavar="FILE", help="a TOML file that describes the rest")
-    command.add_argument("--seeds", type=_seeds, default=[0], metavar="0,1,2", help="the seeds")
+    command.add_argument("--seeds", type=_seeds, metavar="0,1,2", help="the seeds; without them the experiment's")
     _add_experiment_flags(command)
     command.add_argument("--out", type=Path, default=Path("runs/compare"), metavar="DIR", help="where the runs go")
     _add_execution_flags(command)
@@ -125,7 +134,7 @@ def _parser() -> argparse.ArgumentParser:
 
     data = commands.add_parser("data", help="look at data or fetch it", description="Look at data or fetch it.")
     parts = data.add_subparsers(required=True, metavar="COMMAND", parser_class=_Parser)
-    command = parts.add_parser("show", help="print and draw who holds what")
+    command = parts.add_parser("show", help="print and draw who holds what", allow_abbrev=False)
     command.set_defaults(command=_command("data", "show"))
     command.add_argument("experiment", nargs="?", type=Path, help="a TOML file; without it the embedded default")
     command.add_argument("--seed", dest="set:seed", type=int, metavar="N", help="the seed")
@@ -133,7 +142,7 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--data-root", type=Path, metavar="DIR", help="where data files are")
     command.add_argument("--out", type=Path, default=Path("federation.png"), metavar="FILE", help="the picture")
     command.add_argument("--json", action="store_true", help="output for machines")
-    command = parts.add_parser("fetch", help="download a data set and verify it")
+    command = parts.add_parser("fetch", help="download a data set and verify it", allow_abbrev=False)
     command.set_defaults(command=_command("data", "fetch"))
     command.add_argument("name", help="mnist, fashion_mnist, cifar10 or cifar100")
     command.add_argument("--data-root", type=Path, metavar="DIR", help="where data files go")
@@ -162,11 +171,17 @@ def _add_experiment_flags(command: argparse.ArgumentParser) -> None:
 
 def _add_execution_flags(command: argparse.ArgumentParser) -> None:
     group = command.add_argument_group("where and how it runs; none of this changes a result")
-    group.add_argument("--workers", type=int, metavar="N", help="worker processes; without it one a core")
+    group.add_argument("--workers", type=_positive, metavar="N", help="worker processes; without it one a core")
     group.add_argument("--device", default="cpu", help="cpu, or cuda with --workers 1 (which does change last bits)")
     group.add_argument("--data-root", type=Path, metavar="DIR", help="where data files are (else $REDGRAPE_DATA)")
     group.add_argument("--dry-run", action="store_true", help="print what would run")
     group.add_argument("--quiet", action="store_true", help="no progress")
+
+
+def _positive(text: str) -> int:
+    if not (text.isdecimal() and int(text) > 0):
+        raise argparse.ArgumentTypeError(f"'{text}' is not a whole number of at least 1")
+    return int(text)
 
 
 def _seeds(text: str) -> list[int]:

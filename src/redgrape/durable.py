@@ -59,7 +59,10 @@ def create_folder(path: Path, files: Mapping[str, bytes]) -> None:
     temporary = path.with_name(f".{path.name}.tmp")
     with storage_errors("write", path):
         shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
+        if not path.parent.exists():
+            path.parent.mkdir(parents=True)
+            sync_folder(path.parent.parent)
+        temporary.mkdir()
         for name, data in files.items():
             write_file(temporary / name, data)
         sync_folder(temporary)
@@ -70,12 +73,16 @@ def create_folder(path: Path, files: Mapping[str, bytes]) -> None:
 
 
 def append_line(path: Path, line: str) -> None:
-    with storage_errors("write", path), path.open("ab") as file:
-        fault_point("write")
-        file.write(line.encode() + b"\n")
-        file.flush()
-        fault_point("fsync")
-        os.fsync(file.fileno())
+    with storage_errors("write", path):
+        is_new = not path.exists()
+        with path.open("ab") as file:
+            fault_point("write")
+            file.write(line.encode() + b"\n")
+            file.flush()
+            fault_point("fsync")
+            os.fsync(file.fileno())
+        if is_new:
+            sync_folder(path.parent)
 
 
 def sync_folder(path: Path) -> None:

@@ -21,7 +21,7 @@ from redgrape.data.prepare import DataOptions
 from redgrape.errors import ConfigError, DataError, unknown
 from redgrape.method import Method
 from redgrape.nets.net import Net
-from redgrape.validation import one_line
+from redgrape.validation import one_line, short
 
 _STRICT = ConfigDict(frozen=True, strict=True, extra="forbid")
 
@@ -52,7 +52,13 @@ class MethodOptions(BaseModel):
     def create(self) -> Method:
         method = methods.load(self.name)
         hyper = dict(self.model_extra or {})
-        return method.preset(self.preset, **hyper) if method.presets else method(**hyper)
+        if reserved := {"self", "cls"} & hyper.keys():
+            raise unknown("key", f"method.{min(reserved)}", [f"method.{name}" for name in method.model_fields])
+        if method.presets:
+            return method.preset(self.preset, **hyper)
+        if self.preset != "paper":
+            raise ConfigError(f"method.preset is '{self.preset}', and the method '{self.name}' has no presets")
+        return method(**hyper)
 
     def resolved(self) -> dict[str, Any]:
         """Name and preset with every hyper-parameter written out."""
@@ -92,7 +98,13 @@ class Experiment(BaseModel):
             raise one_line(error, cls) from error
         except RecursionError as error:
             raise ConfigError("the experiment is nested too deeply") from error
-        experiment.method.create()
+        try:
+            experiment.method.create()
+            experiment.to_toml().encode()
+        except ConfigError as error:
+            raise ConfigError(short(str(error))) from error
+        except UnicodeEncodeError as error:
+            raise ConfigError(f"{error.object[error.start - 20 : error.end]!a} in the experiment is no text") from error
         return experiment
 
     @classmethod
@@ -109,8 +121,7 @@ class Experiment(BaseModel):
 
     def hash(self) -> str:
         """The name of this experiment: equal for equal descriptions."""
-        text = json.dumps(self.resolved(), sort_keys=True)
-        return hashlib.sha256(text.encode()).hexdigest()
+        return hash_of(self.resolved())
 
     def with_rounds(self, rounds: int) -> Experiment:
         return Experiment.parse({**self.resolved(), "rounds": rounds})
@@ -145,29 +156,38 @@ def _load_weights(net: Net, path: Path) -> None:
     net.load_state_dict({**own, **taken})
 
 
+def hash_of(values: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
+
+
 def read_toml(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise ConfigError(f"cannot read the experiment '{path}': {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ConfigError(f"'{path}' is not valid TOML: {error}") from error
+    except (ValueError, RecursionError) as error:  # bad TOML, bad UTF-8, or a number of too many digits
+        raise ConfigError(short(f"'{path}' is not valid TOML: {error}")) from error
 
 
 def override(values: dict[str, Any], assignment: str) -> None:
     """Apply `section.key=value`; the value is read as TOML, and as a string where it is none."""
     key, equals, text = assignment.partition("=")
     if not equals or not key.strip():
-        raise ConfigError(f"'{assignment}' is not of the form key=value, for example data.ir=100")
+        raise ConfigError(short(f"'{assignment}' is not of the form key=value, for example data.ir=100"))
     try:
         value = tomllib.loads(f"value = {text}")["value"]
-    except (tomllib.TOMLDecodeError, RecursionError):
+    except (ValueError, RecursionError):
         value = text
-    *sections, name = key.strip().split(".")
+    put(values, key.strip(), value)
+
+
+def put(values: dict[str, Any], key: str, value: Any) -> None:
+    """Set `section.key` in nested values."""
+    *sections, name = key.split(".")
     for section in sections:
         values = values.setdefault(section, {})
         if not isinstance(values, dict):
-            raise ConfigError(f"'{key}' cannot be set: '{section}' is a value, not a section")
+            raise ConfigError(short(f"'{key}' cannot be set: '{section}' is a value, not a section"))
     values[name] = value
 
 

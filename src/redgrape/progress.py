@@ -37,11 +37,13 @@ class Progress:
 
     def step(self, step: Step) -> None:
         record = step.record
+        if self._quiet:
+            return
         if self._json:
             print(json.dumps({"run": self._label, **record, "seconds": step.seconds}), flush=True)
         elif self._bar is not None:
             self._bar.update(self._task, completed=record["round"], figures=self._figures(record))
-        elif not self._quiet:
+        else:
             seconds = sum(step.seconds.values())
             line = f"{self._label}  round {record['round']}/{self._rounds}  {self._figures(record)}  {seconds:.1f} s"
             print(line, file=sys.stderr, flush=True)

@@ -29,12 +29,34 @@ class RunView:
     @classmethod
     def read(cls, path: Path) -> RunView:
         try:
-            experiment = tomllib.loads((path / "experiment.toml").read_text())
+            experiment = tomllib.loads((path / "experiment.toml").read_text(encoding="utf-8"))
             environment = _json(path / "environment.json")
             metrics = [json.loads(line) for line in _lines(path / "metrics.jsonl")]
-            return cls(path, experiment, environment, metrics, _json(path / "summary.json"))
-        except (OSError, ValueError) as error:
+            summary = _json(path / "summary.json")
+            if summary is not None and summary["rounds"] != experiment["rounds"]:
+                summary = None  # of the run before it was extended
+            view = cls(path, experiment, environment, metrics, summary)
+            view.row()
+        except (OSError, ValueError, RecursionError) as error:
             raise StorageError(f"'{path}' cannot be read as a run: {error}") from error
+        except (KeyError, TypeError, AttributeError) as error:
+            raise StorageError(f"'{path}' cannot be read as a run: it has no {error} where there should be") from error
+        return view
+
+    def row(self) -> dict[str, Any]:
+        """The run in brief."""
+        mean = self.summary["mean_of_last"] if self.summary else {}
+        data = self.experiment["data"]
+        return {
+            "run": str(self.path),
+            "method": self.label,
+            "data": f"{Path(data['source']).stem} {data['imbalance']} IR {data['ir']:g}",
+            "seed": self.experiment["seed"],
+            "done": self.rounds_done,
+            "rounds": self.experiment["rounds"],
+            "accuracy": mean.get("accuracy"),
+            "tail": mean.get("tail"),
+        }
 
     @property
     def rounds_done(self) -> int:
@@ -200,6 +222,15 @@ def _summary(run: RunView) -> dict[str, Any]:
     if run.summary is None:
         raise StorageError(f"'{run.path}' is not finished; `redgrape resume {run.path}` continues it")
     return run.summary
+
+
+def plain(value: Any) -> Any:
+    """The value with infinity, which JSON lacks, as the word that the command line takes for it."""
+    if isinstance(value, dict):
+        return {name: plain(inner) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(inner) for inner in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _json(path: Path) -> Any:

@@ -78,11 +78,12 @@ class Run:
         path = self.folder.path / "environment.json"
         if path.exists():
             before = self.folder.environment()
-            if before["split"] != here["split"]:
-                raise DataError(
-                    f"the data of '{self.folder.path}' has changed since it began: the split was "
-                    f"{before['split'][:12]} and is {here['split'][:12]}; put the old data back or start a new run"
-                )
+            for name in ("split", "data"):
+                if before.get(name, here[name]) != here[name]:
+                    raise DataError(
+                        f"the data of '{self.folder.path}' has changed since it began: the {name} was "
+                        f"{before[name][:12]} and is {here[name][:12]}; put the old data back or start a new run"
+                    )
         else:
             self.folder.write_partition(federation)
             self.folder.write_environment(here)
@@ -114,6 +115,7 @@ def environment(device: str, federation: Federation) -> dict[str, Any]:
         "machine": platform.machine(),
         "device": device,
         "split": federation.fingerprint(),
+        "data": contents(federation),
         "input": {
             "shape": list(train.x.shape[1:]),
             "dtype": "uint8" if pixels else "float",
@@ -128,6 +130,20 @@ def environment(device: str, federation: Federation) -> dict[str, Any]:
             "tail": federation.groups.tail,
         },
     }
+
+
+def contents(federation: Federation) -> str:
+    """SHA-256 over what the split's rows hold, the clients' and those for evaluation."""
+    digest = hashlib.sha256()
+    clients = [federation.client(k) for k in range(federation.num_clients)]
+    for examples in (*clients, federation.test, federation.validation):
+        if examples is not None:
+            digest.update(examples.labels.numpy().astype("<i8").tobytes())
+            for start in range(0, len(examples), 4096):  # in blocks: x may be larger than memory
+                rows = torch.arange(start, min(start + 4096, len(examples)))
+                rows = rows if examples.rows is None else examples.rows[rows]
+                digest.update(examples.x[rows].contiguous().numpy().tobytes())
+    return digest.hexdigest()
 
 
 def summarize(folder: RunFolder, experiment: Experiment, state: Any) -> dict[str, Any]:

@@ -19,8 +19,8 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -29,30 +29,44 @@ import safetensors
 import torch
 
 from redgrape import durable, tree
+from redgrape.data.examples import Examples
 from redgrape.data.federation import Federation
 from redgrape.errors import BusyError, ConfigError, StorageError
-from redgrape.experiment import Experiment
+from redgrape.experiment import Experiment, hash_of, read_toml
 from redgrape.training import RunState
 
 FORMAT = 1
 KEPT = 2
+CHECKPOINT_FILES = {"server.safetensors", "clients.safetensors"}
+MANIFEST_KEYS = {"format", "round", "rounds", "experiment", "files", "metrics"}
 
 
 class RunFolder:
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, made: Sequence[Path] | None = None) -> None:
         self.path = path
+        self._made = made  # the folders that `create` made, the innermost first; None for a run of before
 
     @classmethod
     def create(cls, path: Path, experiment: Experiment) -> RunFolder:
-        if path.exists() and (not path.is_dir() or any(path.iterdir())):
-            raise ConfigError(
-                f"'{path}' exists already; `redgrape resume {path}` continues it, --out names another folder"
-            )
         with durable.storage_errors("make", path):
+            if path.exists() and (not path.is_dir() or any(not _is_leftover(inside) for inside in path.iterdir())):
+                raise ConfigError(
+                    f"'{path}' exists already; `redgrape resume {path}` continues it, --out names another folder"
+                )
+            made = [folder for folder in (path, *path.parents) if not folder.exists()]
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        folder = cls(path)
+        folder = cls(path, made)
         folder.write_experiment(experiment)
         return folder
+
+    def discard(self) -> None:
+        """Take back what `create` made, as long as no round is finished. A run of before stays as it is."""
+        if self._made is not None and not (self.path / "metrics.jsonl").exists():
+            for path in self.path.iterdir():
+                path.unlink()
+            for folder in self._made:
+                with suppress(OSError):  # others may have put something there
+                    folder.rmdir()
 
     @classmethod
     def open(cls, path: Path) -> RunFolder:
@@ -66,15 +80,19 @@ class RunFolder:
         with durable.storage_errors("lock", self.path):
             file = (self.path / "lock").open("a+")
         with file:
-            if not _try_lock(file.fileno()):
-                file.seek(0)
-                raise BusyError(
-                    f"'{self.path}' is in use by another process ({file.read().strip()}); wait for it to end"
-                )
-            file.truncate(0)
-            file.write(f"process {os.getpid()}")
-            file.flush()
-            yield
+            with durable.storage_errors("lock", self.path):
+                if not _try_lock(file.fileno()):
+                    file.seek(0)
+                    raise BusyError(
+                        f"'{self.path}' is in use by another process ({file.read().strip()}); wait for it to end"
+                    )
+                file.truncate(0)
+                file.write(f"process {os.getpid()}")
+                file.flush()
+            try:
+                yield
+            finally:
+                file.truncate(0)
 
     def experiment(self) -> Experiment:
         return Experiment.read(self.path / "experiment.toml")
@@ -87,15 +105,16 @@ class RunFolder:
 
     def environment(self) -> dict[str, Any]:
         environment: dict[str, Any] = _read_json(self.path / "environment.json")
+        if not isinstance(environment, dict) or "split" not in environment:
+            raise StorageError(f"'{self.path / 'environment.json'}' is damaged: it names no split")
         return environment
 
     def write_partition(self, federation: Federation) -> None:
         """The rows of the source's training data that each client holds: client k has rows[ends[k-1]:ends[k]]."""
-        held_out = federation.validation.rows if federation.validation is not None else None
         arrays = {
             "rows": torch.from_numpy(np.concatenate(federation.parts)),
             "ends": torch.from_numpy(np.cumsum([len(part) for part in federation.parts])),
-            "validation": held_out if held_out is not None else torch.zeros(0, dtype=torch.int64),
+            "validation": _rows_within(federation.validation, federation.train),
         }
         durable.replace_file(self.path / "partition.safetensors", tree.to_bytes(arrays))
 
@@ -114,7 +133,7 @@ class RunFolder:
         for name in ("metrics.jsonl", "times.jsonl"):
             path = self.path / name
             if path.exists():
-                kept = [line for line in _whole_lines(path) if json.loads(line)["round"] <= round]
+                kept = [line for line in _whole_lines(path) if _is_up_to(line, round)]
                 durable.replace_file(path, b"".join(line + b"\n" for line in kept))
 
     def save(self, state: RunState, experiment: Experiment) -> None:
@@ -125,13 +144,15 @@ class RunFolder:
         manifest = {
             "format": FORMAT,
             "round": state.round,
-            "experiment": experiment.hash(),
+            "rounds": experiment.rounds,
+            "experiment": hash_of({**read_toml(self.path / "experiment.toml"), "rounds": experiment.rounds}),
             "files": {name: _digest(data) for name, data in files.items()},
             "metrics": _digest(lines),
         }
         durable.create_folder(self._checkpoint(state.round), {**files, "manifest.json": _json(manifest)})
         for old in self._checkpoints()[:-KEPT]:
-            shutil.rmtree(old)
+            with durable.storage_errors("remove", old):
+                shutil.rmtree(old)
 
     def latest(self) -> tuple[RunState | None, list[str]]:
         """The newest checkpoint that is whole, and what was wrong with newer ones."""
@@ -146,11 +167,7 @@ class RunFolder:
         return None, wrong
 
     def _load(self, path: Path) -> RunState:
-        manifest = _read_json(path / "manifest.json")
-        if not isinstance(manifest, dict) or not isinstance(manifest.get("format"), int):
-            raise StorageError(f"'{path}' has no readable manifest")
-        if manifest["format"] > FORMAT:
-            raise StorageError(f"'{path}' has format {manifest['format']}, newer than this redgrape reads ({FORMAT})")
+        manifest = self._manifest(path)
         data = {}
         for name, digest in manifest["files"].items():
             with durable.storage_errors("read", path / name):
@@ -168,16 +185,47 @@ class RunFolder:
             raise StorageError(f"'{path}' cannot be read: {error}") from error
         return RunState(manifest["round"], server, {int(k): state for k, state in clients.items()})
 
+    def _manifest(self, path: Path) -> dict[str, Any]:
+        """The manifest, once it says what one of this checkpoint must say."""
+        manifest = _read_json(path / "manifest.json")
+        described = read_toml(self.path / "experiment.toml")  # unparsed: a later redgrape may know more keys
+        if isinstance(manifest, dict) and isinstance(version := manifest.get("format"), int) and version > FORMAT:
+            raise StorageError(f"'{path}' has format {version}, newer than this redgrape reads ({FORMAT})")
+        try:
+            digests = [manifest["metrics"], *manifest["files"].values()]
+            whole = (
+                manifest.keys() <= MANIFEST_KEYS
+                and manifest["format"] == FORMAT
+                and self._checkpoint(manifest["round"]) == path
+                and {"server.safetensors"} <= manifest["files"].keys() <= CHECKPOINT_FILES
+                and all(digest["bytes"] >= 0 for digest in digests)
+            )
+            rounds = manifest.get("rounds", described["rounds"])
+            same = hash_of({**described, "rounds": rounds}) == manifest["experiment"] and rounds <= described["rounds"]
+        except (KeyError, TypeError, ValueError, AttributeError):
+            whole = same = False
+        if not whole:
+            raise StorageError(f"'{path / 'manifest.json'}' is damaged")
+        if not same:
+            raise StorageError(f"'{path}' is of another experiment than experiment.toml describes")
+        checked: dict[str, Any] = manifest
+        return checked
+
+    def newest_round(self) -> int:
+        """The round of the newest checkpoint, whole or not."""
+        return max(map(_round_of, self._checkpoints()), default=0)
+
     def _checkpoint(self, round: int) -> Path:
         return self.path / "checkpoints" / f"round-{round:06d}"
 
     def _checkpoints(self) -> list[Path]:
-        return sorted((self.path / "checkpoints").glob("round-*"))
+        return sorted((self.path / "checkpoints").glob("round-[0-9]*"), key=_round_of)
 
     def sweep(self) -> None:
         """Remove what a crash in the middle of a save left behind."""
         for leftover in [*self.path.glob(".*.tmp"), *(self.path / "checkpoints").glob(".*.tmp")]:
-            shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
+            with durable.storage_errors("remove", leftover):
+                shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         durable.replace_file(self.path / "summary.json", _json(summary))
@@ -203,6 +251,26 @@ def _try_lock(fd: int) -> bool:
     except BlockingIOError:
         return False
     return True
+
+
+def _round_of(checkpoint: Path) -> int:
+    digits = checkpoint.name.removeprefix("round-")
+    return int(digits) if digits.isdecimal() else 0
+
+
+def _is_leftover(path: Path) -> bool:
+    """Whether it is what a crash in the middle of a write left behind."""
+    return path.name.startswith(".") and path.name.endswith(".tmp")
+
+
+def _rows_within(part: Examples | None, whole: Examples) -> torch.Tensor:
+    """Which examples of `whole` those of `part` are, both views of one array."""
+    if part is None or part.rows is None:
+        return torch.zeros(0, dtype=torch.int64)
+    if whole.rows is None:
+        return part.rows
+    order = whole.rows.argsort()
+    return order[torch.searchsorted(whole.rows[order], part.rows)]
 
 
 def _json(value: Any) -> bytes:
@@ -231,6 +299,14 @@ def _whole_lines(path: Path) -> list[bytes]:
         return []
     with durable.storage_errors("read", path):
         return path.read_bytes().split(b"\n")[:-1]  # what follows the last line break is a line cut short
+
+
+def _is_up_to(line: bytes, round: int) -> bool:
+    """Whether it is the line of this round or of one before; a damaged one is not."""
+    try:
+        return bool(json.loads(line)["round"] <= round)
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return False
 
 
 def _read_lines(path: Path) -> list[dict[str, Any]]:

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from redgrape import engines, keys, tree
 from redgrape.data.federation import Federation
 from redgrape.engines import ClientHalf, Engine
-from redgrape.errors import ConfigError, Diverged
+from redgrape.errors import ConfigError, DataError, Diverged
+from redgrape.features import batchnorms
 from redgrape.method import ClientId, Method, ServerSite
 from redgrape.nets.net import Net
 from redgrape.numerics import same_bits_everywhere
@@ -40,13 +41,13 @@ def rounds(
     clients_per_round: int,
     start: RunState | None = None,
 ) -> Iterator[RunState]:
-    """The states after round 1, 2, ... `site.rounds`, or those that follow `start`."""
+    """The states after round 1, 2, ... `site.rounds` from the weights that `site.build` gives, or those after `start`."""
     state = start if start is not None else _first_state(method, site)
     for t in range(state.round + 1, site.rounds + 1):
         here = replace(site, round=t)
         sampled = sample_clients(eligible, clients_per_round, site.seed, t)
         with same_bits_everywhere():
-            broadcast = method.broadcast(state.server)
+            broadcast = tree.ordered(method.broadcast(state.server))
         answers = engine.run_clients(broadcast, {k: state.clients.get(k) for k in sampled}, t)
         rejected = {k: reason for k in sorted(answers) if (reason := _not_finite(answers[k].update))}
         accepted = {k: answers[k] for k in sorted(answers) if k not in rejected}
@@ -56,7 +57,7 @@ def rounds(
             )
         updates = {k: answer.update for k, answer in accepted.items()}
         with same_bits_everywhere():
-            server = method.server_update(state.server, updates, here)
+            server = tree.ordered(method.server_update(state.server, updates, here))
             if where := _not_finite(server):
                 raise Diverged(f"DIVERGED in round {t}: server {where}; lower the learning rate or clip the gradient")
             record = {
@@ -78,7 +79,7 @@ def rounds(
 def _first_state(method: Method, site: ServerSite) -> RunState:
     model = {name: t.detach().cpu().clone().contiguous() for name, t in site.build().state_dict().items()}
     with same_bits_everywhere():
-        return RunState(0, method.init_server(model, replace(site, round=0)), {})
+        return RunState(0, tree.ordered(method.init_server(model, replace(site, round=0))), {})
 
 
 def sample_clients(eligible: Sequence[ClientId], count: int, seed: int, round: int) -> list[ClientId]:
@@ -145,12 +146,18 @@ class Training:
             raise ConfigError(
                 f"clients_per_round is {clients_per_round}; choose 1 to {federation.num_clients}, or none for all"
             )
+        if evaluate_every < 1:
+            raise ConfigError(f"evaluate_every is {evaluate_every}; it counts rounds and must be at least 1")
         if workers < 1:
             raise ConfigError(
                 f"workers is {workers}; there must be at least 1 (this machine has {os.cpu_count()} cores)"
             )
         place = _device(device)
-        check_net(build(), federation)
+        with keys.global_stream(None):  # so that the net that training starts from is the first that `build` draws
+            net = build()
+        check_net(net, federation)
+        if method.batch_size == 1 and batchnorms(net):
+            raise ConfigError("batch_size is 1, and BatchNorm has no statistics of a single example; choose at least 2")
         self.federation = federation
         self.method = method
         self.build = build
@@ -252,7 +259,9 @@ def check_net(net: object, federation: Federation) -> None:
         raise ConfigError(
             f"the net's classifier has {net.classifier.out_features} outputs for {federation.num_classes} classes"
         )
-    x = federation.test if len(federation.test) else federation.train
+    if not len(federation.test):
+        raise DataError("the test set is empty; a run needs examples to judge it by")
+    x = federation.test
     try:
         with torch.no_grad():
             z: Tensor = net.eval()(x.inputs(torch.zeros(2, dtype=torch.int64), net.classifier.weight.dtype))

@@ -69,6 +69,11 @@ def unflatten(flat: Mapping[str, Tensor]) -> dict[str, Any]:
     return tree
 
 
+def ordered(tree: Tree) -> dict[str, Any]:
+    """The same tree with its names in a fixed order and without empty groups, as every engine and a resume give it."""
+    return unflatten(flatten(tree))
+
+
 def equal(a: Tree, b: Tree) -> bool:
     """Whether both have the same names, dtypes, shapes and bits (NaN equals itself, 0.0 is not -0.0)."""
     return to_bytes(a) == to_bytes(b)

@@ -9,6 +9,8 @@ from pydantic import BaseModel, ValidationError
 
 from redgrape.errors import ConfigError
 
+LONGEST = 300  # characters of a message
+
 _BOUNDS = {
     "greater_than": ("gt", "above"),
     "greater_than_equal": ("ge", "at least"),
@@ -22,9 +24,19 @@ def one_line(error: ValidationError, model: type[BaseModel], prefix: str = "") -
     problems = error.errors(include_url=False)
     first = problems[0]
     path = [str(part) for part in first["loc"]]
-    key = ".".join([*([prefix] if prefix else []), *_public(path)])
+    named = path if first["type"] == "extra_forbidden" else _public(path)
+    key = _cut(".".join([*([prefix] if prefix else []), *named]), 120)
     more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
-    return ConfigError(_sentence(first, key, model, path) + more)
+    return ConfigError(short(_sentence(first, key, model, path), LONGEST - len(more)) + more)
+
+
+def short(text: str, longest: int = LONGEST) -> str:
+    """The text on one line and not longer than this."""
+    return _cut(" ".join(text.split()), longest)
+
+
+def _cut(text: str, longest: int) -> str:
+    return text if len(text) <= longest else f"{text[: longest - 3]}..."
 
 
 def _public(path: list[str]) -> list[str]:
@@ -63,5 +75,9 @@ def _near(path: list[str], model: type[BaseModel]) -> str:
 
 
 def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
+    try:
+        return _cut(repr(value), 60)
+    except RecursionError:
+        return "nested too deeply"
+    except ValueError:
+        return "a number of too many digits"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -22,13 +21,13 @@ def ls(options: argparse.Namespace) -> None:
         raise StorageError(f"there is no folder '{options.folder}'; `redgrape run` makes runs, or name another folder")
     runs = [report.RunView.read(path) for path in report.find_runs(options.folder)]
     if options.json:
-        print(json.dumps([_row(run) for run in runs]))
+        print(json.dumps([run.row() for run in runs]))
         return
     table = Table()
     for title in ("run", "method", "data", "seed", "rounds", "overall %", "tail %"):
         table.add_column(title, justify="right" if "%" in title or title in {"seed", "rounds"} else "left")
     for run in runs:
-        row = _row(run)
+        row = run.row()
         table.add_row(
             *[
                 Text(str(value))
@@ -46,29 +45,14 @@ def ls(options: argparse.Namespace) -> None:
     Console().print(table)
 
 
-def _row(run: report.RunView) -> dict[str, Any]:
-    mean = run.summary["mean_of_last"] if run.summary else {}
-    data = run.experiment["data"]
-    return {
-        "run": str(run.path),
-        "method": run.label,
-        "data": f"{Path(data['source']).stem} {data['imbalance']} IR {data['ir']:g}",
-        "seed": run.experiment["seed"],
-        "done": run.rounds_done,
-        "rounds": run.experiment["rounds"],
-        "accuracy": mean.get("accuracy"),
-        "tail": mean.get("tail"),
-    }
-
-
 def show(options: argparse.Namespace) -> None:
     """One run: what it is, how far it is, its result."""
     run = report.RunView.read(options.run)
     if options.json:
-        print(json.dumps({**_row(run), "experiment": run.experiment, "summary": run.summary}))
+        print(json.dumps({**run.row(), "experiment": report.plain(run.experiment), "summary": run.summary}))
         return
     console = Console()
-    console.print(Text((options.run / "experiment.toml").read_text().strip()))
+    console.print(Text((options.run / "experiment.toml").read_text(encoding="utf-8").strip()))
     console.print(f"\nrounds done: {run.rounds_done} of {run.experiment['rounds']}", highlight=False)
     if run.environment is not None:
         console.print(f"split: {run.environment['split']}", highlight=False)
@@ -105,10 +89,15 @@ def methods(options: argparse.Namespace) -> None:
         return
     method = found.load(options.name)
     fields = {
-        name: {"default": field.default, "meaning": field.description} for name, field in method.model_fields.items()
+        name: {
+            "default": None if field.is_required() else field.get_default(call_default_factory=True),
+            "meaning": field.description,
+        }
+        for name, field in method.model_fields.items()
     }
     if options.json:
-        print(json.dumps({"name": options.name, "hyper_parameters": fields, "presets": method.presets}, default=dict))
+        presets = {name: dict(values) for name, values in method.presets.items()}
+        print(json.dumps(report.plain({"name": options.name, "hyper_parameters": fields, "presets": presets})))
         return
     import sys
 

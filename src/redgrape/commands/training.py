@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from redgrape import report
-from redgrape.errors import ConfigError
-from redgrape.experiment import Experiment, override, read_toml
+from redgrape.errors import ConfigError, DataError
+from redgrape.experiment import Experiment, override, put, read_toml
 from redgrape.progress import Progress
 from redgrape.runs import Run
 from redgrape.store import RunFolder
@@ -22,7 +22,7 @@ def run(options: argparse.Namespace) -> None:
     experiment = Experiment.parse(described(options))
     out = options.out or Path("runs") / run_name(experiment)
     if options.dry_run:
-        print(f"# would run in {out}\n# experiment {experiment.hash()}\n{experiment.to_toml()}", end="")
+        print_plan(out, experiment, options)
         return
     folder = RunFolder.create(out, experiment)
     carry_out(folder, options, label=report.run_label(experiment.method.resolved()))
@@ -36,34 +36,48 @@ def resume(options: argparse.Namespace) -> None:
         if options.rounds < experiment.rounds:
             raise ConfigError(f"--rounds is {options.rounds}, and the run is set to {experiment.rounds}; choose more")
         _warn_of_schedules(experiment)
-        Run(folder, workers=1).extend(options.rounds)
+        experiment = experiment.with_rounds(options.rounds)
+        if not options.dry_run:
+            Run(folder, workers=1).extend(options.rounds)
+    if options.dry_run:
+        print_plan(folder.path, experiment, options)
+        return
     carry_out(folder, options, label=report.run_label(experiment.method.resolved()))
     finish(folder, options)
 
 
 def compare(options: argparse.Namespace) -> None:
     """Several methods on the same split and seeds."""
-    cells = []
+    cells: list[tuple[str, Experiment, Path]] = []
     for spec in options.methods:
-        for seed in options.seeds:
+        for seed in options.seeds or [None]:
             values = described(options)
-            method = method_spec(spec, values.get("method", {}))
-            experiment = Experiment.parse({**values, "seed": seed, "method": method})
-            cells.append((spec, experiment, options.out / f"{_file_name(spec)}-seed{seed}"))
+            values["method"] = method_spec(spec, values.get("method", {}))
+            experiment = Experiment.parse(values if seed is None else {**values, "seed": seed})
+            path = options.out / f"{_file_name(spec)}-seed{experiment.seed}"
+            if any(path == other for *_, other in cells):
+                raise ConfigError(f"'{spec}' would run twice in '{path}'; name every method once")
+            _check_same(path, experiment)
+            cells.append((spec, experiment, path))
     if options.dry_run:
         for spec, experiment, path in cells:
-            print(f"{path}  {spec}  seed {experiment.seed}  {experiment.rounds} rounds  {experiment.hash()[:12]}")
+            if options.json:
+                print_plan(path, experiment, options)
+            else:
+                print(f"{path}  {spec}  seed {experiment.seed}  {experiment.rounds} rounds  {experiment.hash()[:12]}")
         return
     finished = []
     for spec, experiment, path in cells:
-        folder = _same_or_new(path, experiment)
-        label = spec if len(options.seeds) == 1 else f"{spec} seed {experiment.seed}"
+        is_new = not (path / "experiment.toml").is_file()
+        folder = RunFolder.create(path, experiment) if is_new else RunFolder.open(path)
+        label = spec if len(cells) == len(options.methods) else f"{spec} seed {experiment.seed}"
         carry_out(folder, options, label=label)
         finished.append((spec, report.RunView.read(path)))
     results = report.collect(finished)
     picture = options.out / "per_class.png"
     report.draw_per_class(results, picture)
-    (options.out / "table.md").write_text(f"{report.markdown(results)}\n\n{report.caption(results)}\n")
+    text = f"{report.markdown(results)}\n\n{report.caption(results)}\n"
+    (options.out / "table.md").write_text(text, encoding="utf-8")
     if options.json:
         values = {r.label: {figure: r.values(figure) for figure in report.FIGURES} for r in results}
         print(json.dumps({"table": values, "picture": str(picture)}))
@@ -77,18 +91,16 @@ def described(options: argparse.Namespace) -> dict[str, Any]:
     values = read_toml(options.experiment) if options.experiment else {}
     for key, value in vars(options).items():
         if key.startswith("set:") and value is not None:
-            *sections, name = key.removeprefix("set:").split(".")
-            node = values
-            for section in sections:
-                node = node.setdefault(section, {})
-            node[name] = value
+            put(values, key.removeprefix("set:"), value)
     for assignment in options.config:
         override(values, assignment)
     return values
 
 
-def method_spec(spec: str, shared: dict[str, Any]) -> dict[str, Any]:
+def method_spec(spec: str, shared: Any) -> dict[str, Any]:
     """`redgrape:placement=after_step,lam=0.2` -> the method section; what the other flags set holds for all methods."""
+    if not isinstance(shared, dict):
+        raise ConfigError(f"method is {shared!r} in the experiment; it must be a section, [method]")
     name, _, hyper = spec.partition(":")
     method: dict[str, Any] = {**shared, "name": name}
     for assignment in filter(None, hyper.split(",")):
@@ -97,34 +109,44 @@ def method_spec(spec: str, shared: dict[str, Any]) -> dict[str, Any]:
 
 
 def run_name(experiment: Experiment) -> str:
-    source = Path(experiment.data.source).stem
-    return _file_name(f"{experiment.method.name}-{source}-seed{experiment.seed}-{experiment.hash()[:8]}")
+    method, source = Path(experiment.method.name).stem, Path(experiment.data.source).stem
+    return f"{_file_name(f'{method}-{source}')}-seed{experiment.seed}-{experiment.hash()[:8]}"
 
 
 def _file_name(text: str) -> str:
     return re.sub(r"[^A-Za-z0-9_.-]+", "-", Path(text).name if text.endswith(".py") else text).strip("-.")[:100]
 
 
-def _same_or_new(path: Path, experiment: Experiment) -> RunFolder:
-    """The folder of a run that was begun before, or a new one."""
-    if not (path / "experiment.toml").is_file():
-        return RunFolder.create(path, experiment)
-    folder = RunFolder.open(path)
-    if folder.experiment().hash() != experiment.hash():
+def _check_same(path: Path, experiment: Experiment) -> None:
+    """Raise ConfigError where another experiment than this one was begun."""
+    if (path / "experiment.toml").is_file() and RunFolder(path).experiment().hash() != experiment.hash():
         raise ConfigError(f"'{path}' holds another experiment; name another folder with --out")
-    return folder
+
+
+def print_plan(folder: Path, experiment: Experiment, options: argparse.Namespace) -> None:
+    """What would run, and where."""
+    if options.json:
+        values = report.plain(experiment.resolved())
+        print(json.dumps({"folder": str(folder), "hash": experiment.hash(), "experiment": values}))
+    else:
+        print(f"# would run in {folder}\n# experiment {experiment.hash()}\n{experiment.to_toml()}", end="")
 
 
 def carry_out(folder: RunFolder, options: argparse.Namespace, label: str) -> None:
-    workers = options.workers or (os.cpu_count() or 1 if options.device == "cpu" else 1)
+    default = os.cpu_count() or 1 if options.device == "cpu" else 1
+    workers = options.workers if options.workers is not None else default
     this = Run(folder, workers=workers, device=options.device, data_root=options.data_root)
-    done = report.RunView.read(folder.path).rounds_done
-    progress = Progress(label, done, this.experiment.rounds, as_json=options.json, quiet=options.quiet)
-    with progress:
-        for step in this.steps():
-            progress.step(step)
-    for note in this.notes:
-        print(f"note: {note}", file=sys.stderr)
+    progress = Progress(label, folder.newest_round(), this.experiment.rounds, as_json=options.json, quiet=options.quiet)
+    try:
+        with progress:
+            for step in this.steps():
+                progress.step(step)
+    except (ConfigError, DataError):
+        folder.discard()  # what cannot be run leaves nothing behind
+        raise
+    finally:
+        for note in this.notes:
+            print(f"note: {note}", file=sys.stderr)
 
 
 def finish(folder: RunFolder, options: argparse.Namespace) -> None:

@@ -54,8 +54,8 @@ class Examples:
             )
         if y.is_floating_point() or y.dtype == torch.bool:
             raise DataError(f"labels are {y.dtype}; they must be whole numbers 0 .. classes-1")
-        if not (x.is_floating_point() or x.dtype == torch.uint8):
-            raise DataError(f"inputs are {x.dtype}; pass floats, or pixels as uint8")
+        if x.dtype not in (torch.float16, torch.float32, torch.float64, torch.uint8):
+            raise DataError(f"inputs are {x.dtype}; pass float16, float32 or float64, or pixels as uint8")
         object.__setattr__(self, "x", x)
         object.__setattr__(self, "y", y.long())
 

@@ -46,9 +46,14 @@ class Pool:
         self._half, self._deadline = half, deadline
         self._shared = SharedFederation(half.federation)
         self._context = _context()
-        self._workers = [self._start() for _ in range(workers)]
-        for worker in self._workers:
-            worker.wait_until_ready()
+        self._workers: list[_Worker] = []
+        try:
+            self._workers += [self._start() for _ in range(workers)]
+            for worker in self._workers:
+                worker.wait_until_ready()
+        except BaseException:
+            self.close()
+            raise
 
     def _start(self) -> _Worker:
         ours, theirs = self._context.Pipe()
@@ -189,14 +194,14 @@ class _Worker:
     def kill(self) -> None:
         self.process.kill()
         self.process.join(timeout=10)
-        self.connection.close()
+        self.connection.close()  # closing twice is harmless
 
 
 def _context() -> Any:
     """A clean server process forks the workers where that exists: they start fast and inherit no threads."""
     if "forkserver" in multiprocessing.get_all_start_methods():
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["redgrape.engines.pool"])
+        context.set_forkserver_preload(["redgrape.engines.pool", "torch._dynamo"])  # the first optimizer needs dynamo
         return context
     return multiprocessing.get_context("spawn")
 

@@ -76,6 +76,8 @@ class MappedArray:
     @classmethod
     def of(cls, array: NDArray[Any]) -> MappedArray | None:
         """Where the array lies in a file, if it is a view of a mapped one."""
+        if array.size == 0:
+            return None
         root: Any = array
         while isinstance(root, np.ndarray) and not (isinstance(root, np.memmap) and isinstance(root.base, mmap.mmap)):
             root = root.base

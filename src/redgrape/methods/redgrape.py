@@ -262,9 +262,9 @@ class Balance:
             return nothing
         g_bal = self._balanced_gradient()
         if self.method.norm == "joint":
-            ratio = _ratio(tree.norm(g_local.values()), tree.norm(g_bal.values()))
-            return {name: self.lam * ratio * g for name, g in g_bal.items()}
-        return {name: self.lam * _ratio(g_local[name].norm(), g.norm()) * g for name, g in g_bal.items()}
+            local, balanced = tree.norm(g_local.values()), tree.norm(g_bal.values())
+            return {name: self.lam * _scaled(g, local, balanced) for name, g in g_bal.items()}
+        return {name: self.lam * _scaled(g, g_local[name].norm(), g.norm()) for name, g in g_bal.items()}
 
     def _balanced_gradient(self) -> Tensors:
         """g_bal, Eq. (11). Every class of L_bal has T examples, so the sum of the classes' mean gradients (Eq. 8) is
@@ -277,10 +277,10 @@ class Balance:
         return {name: (g / self.T + self.constant[name]) / C for name, g in real.items()}
 
 
-def _ratio(local: Tensor, balanced: Tensor) -> Tensor:
-    """||g_local|| / ||g_bal||, and 0 where g_bal has no direction."""
+def _scaled(g_bal: Tensor, local: Tensor, balanced: Tensor) -> Tensor:
+    """g_bal ||g_local|| / ||g_bal||, and zero where g_bal has no direction."""
     usable = torch.isfinite(balanced) & (balanced >= _TINY)
-    return torch.where(usable, local / balanced.clamp(min=_TINY), torch.zeros_like(local))
+    return torch.where(usable, g_bal * (local / balanced.clamp(min=_TINY)), torch.zeros_like(g_bal))
 
 
 def _per_class(values: Tensor, like: Tensor) -> Tensor:

@@ -1,0 +1,96 @@
+"""What the tests of runs, of the run folder and of the command line share: tiny data, and a method with client state."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+CLASS_SIZES = [24, 16, 10, 6]
+
+# Its clients' states hold every kind of tensor and decide the result, so that a run that loses them is seen to.
+# REDGRAPE_TEST_PAUSE makes a client slow, which decides nothing.
+REMEMBERING = '''
+"""FedAvg whose clients go smaller steps the more often they took part."""
+
+import os
+import time
+
+import torch
+
+from redgrape.methods.fedavg import FedAvg
+
+
+class Remembering(FedAvg):
+    """FedAvg whose clients count their rounds."""
+
+    def init_client(self, broadcast):
+        return {
+            "visits": torch.tensor(0),
+            "even": torch.tensor([True, False]),
+            "inner": {"loss": torch.zeros(1, dtype=torch.float64), "deep": {"empty": torch.zeros(0, 3)}},
+        }
+
+    def client_update(self, broadcast, state, site):
+        time.sleep(float(os.environ.get("REDGRAPE_TEST_PAUSE", "0")))
+        update, _ = super().client_update(broadcast, {}, site)
+        visits = state["visits"] + 1
+        loss = state["inner"]["loss"] + update["loss"].double()
+        update = {**update, "delta": {name: t / float(visits) for name, t in update["delta"].items()}}
+        return update, {
+            "visits": visits,
+            "even": ~state["even"],
+            "inner": {"loss": loss, "deep": state["inner"]["deep"]},
+        }
+'''
+
+
+@pytest.fixture(scope="session")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("shared")
+
+
+@pytest.fixture(scope="session")
+def vectors(shared: Path) -> Path:
+    """56 vectors of four classes, no two alike."""
+    y = np.repeat(np.arange(len(CLASS_SIZES)), CLASS_SIZES)
+    x = np.random.default_rng(0).normal(size=(len(y), 5)) + y[:, None]
+    np.savez(shared / "vectors.npz", x=x.astype(np.float32), y=y)
+    return shared / "vectors.npz"
+
+
+@pytest.fixture(scope="session")
+def remembering(shared: Path) -> Path:
+    """A method file, of a method whose clients have a state."""
+    path = shared / "remembering.py"
+    path.write_text(REMEMBERING)
+    return path
+
+
+@pytest.fixture(scope="session")
+def tiny(vectors: Path, remembering: Path) -> Callable[..., dict[str, Any]]:
+    """The values of an experiment that takes a blink; keys such as `method__lr=0.5` or `rounds=3` change it."""
+    values: dict[str, Any] = {
+        "seed": 3,
+        "rounds": 2,
+        "clients_per_round": 2,
+        "data": {"source": str(vectors), "clients": 3, "alpha": 5.0},
+        "net": {"name": "linear"},
+        "method": {"name": str(remembering), "lr": 0.1, "epochs": 1, "batch_size": 8},
+    }
+
+    def changed(**changes: Any) -> dict[str, Any]:
+        new = copy.deepcopy(values)
+        for key, value in changes.items():
+            *sections, name = key.split("__")
+            node = new
+            for section in sections:
+                node = node[section]
+            node[name] = value
+        return new
+
+    return changed
