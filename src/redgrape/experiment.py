@@ -173,7 +173,7 @@ def override(values: dict[str, Any], assignment: str) -> None:
     """Apply `section.key=value`; the value is read as TOML, and as a string where it is none."""
     key, equals, text = assignment.partition("=")
     if not equals or not key.strip():
-        raise ConfigError(short(f"'{assignment}' is not of the form key=value, for example data.ir=100"))
+        raise ConfigError(f"'{short(assignment, 100)}' is not of the form key=value, for example data.ir=100")
     try:
         value = tomllib.loads(f"value = {text}")["value"]
     except (ValueError, RecursionError):

@@ -41,7 +41,7 @@ def rounds(
     clients_per_round: int,
     start: RunState | None = None,
 ) -> Iterator[RunState]:
-    """The states after round 1, 2, ... `site.rounds` from the weights that `site.build` gives, or those after `start`."""
+    """The states after round 1, 2, ... `site.rounds`, from the weights of `site.build` or from `start` on."""
     state = start if start is not None else _first_state(method, site)
     for t in range(state.round + 1, site.rounds + 1):
         here = replace(site, round=t)

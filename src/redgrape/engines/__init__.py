@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple, Protocol, Self, TypeAlias
 import torch
 from torch import Tensor
 
-from redgrape import evaluate, keys, tree
+from redgrape import evaluate, keys
 from redgrape.data.examples import Examples
 from redgrape.data.federation import Federation
 from redgrape.errors import ConfigError
@@ -78,8 +78,7 @@ class ClientHalf:
         )
         with same_bits_everywhere(), keys.global_stream(keys.key(self.seed, "global", round, client)):
             before = self.method.init_client(broadcast) if state is None else state
-            update, after = self.method.client_update(broadcast, before, site)
-            return Answer(tree.ordered(update), tree.ordered(after))
+            return Answer(*self.method.client_update(broadcast, before, site))
 
     def examples(self, split: Split) -> Examples:
         examples = self.federation.test if split == "test" else self.federation.validation

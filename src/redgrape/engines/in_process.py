@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from types import TracebackType
 from typing import Self
 
-from redgrape import evaluate
+from redgrape import evaluate, tree
 from redgrape.engines import Answer, ClientHalf, Split
 from redgrape.evaluate import Scores
 from redgrape.method import ClientId
@@ -20,7 +20,8 @@ class InProcess:
     def run_clients(
         self, broadcast: Tree, states: Mapping[ClientId, Tree | None], round: int
     ) -> Mapping[ClientId, Answer]:
-        return {k: self._half.run(k, broadcast, state, round) for k, state in states.items()}
+        answers = ((k, self._half.run(k, broadcast, state, round)) for k, state in states.items())
+        return {k: Answer(tree.ordered(update), tree.ordered(state)) for k, (update, state) in answers}
 
     def evaluate(self, model: Tensors, split: Split) -> Scores:
         starts = evaluate.batch_starts(self._half.examples(split))
