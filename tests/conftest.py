@@ -1,4 +1,4 @@
-"""What the tests of runs, of the run folder and of the command line share: tiny data, and a method with client state."""
+"""Shared by the tests of runs, of the run folder and of the command line: tiny data, a method with client state."""
 
 from __future__ import annotations
 

@@ -125,7 +125,7 @@ def test_toml_round_trip_of_every_field() -> None:
             "norm",
             "unseen",
             "prototype_view",
-        }  # unlike the preset that it starts from
+        }  # unlike its preset
 
 
 def test_the_hash_names_the_experiment() -> None:

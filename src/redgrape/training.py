@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from redgrape import engines, keys, tree
 from redgrape.data.federation import Federation
 from redgrape.engines import ClientHalf, Engine
-from redgrape.errors import ConfigError, DataError, Diverged
+from redgrape.errors import ConfigError, DataError, Diverged, TooFewClients
 from redgrape.features import batchnorms
 from redgrape.method import ClientId, Method, ServerSite
 from redgrape.nets.net import Net
@@ -51,6 +51,8 @@ def rounds(
         answers = engine.run_clients(broadcast, {k: state.clients.get(k) for k in sampled}, t)
         rejected = {k: reason for k in sorted(answers) if (reason := _not_finite(answers[k].update))}
         accepted = {k: answers[k] for k in sorted(answers) if k not in rejected}
+        if not answers:
+            raise TooFewClients(f"no client answered in round {t}")
         if not accepted:
             raise Diverged(
                 f"DIVERGED in round {t}: {_first_reason(rejected)}; lower the learning rate or clip the gradient"
@@ -99,9 +101,8 @@ def _not_finite(update: Tree) -> str | None:
 
 
 def _first_reason(rejected: Mapping[ClientId, str]) -> str:
-    for client, reason in rejected.items():
-        return f"client {client}: {reason}"
-    return "no client answered"
+    client, reason = next(iter(rejected.items()))
+    return f"client {client}: {reason}"
 
 
 def _mean_loss(updates: Mapping[ClientId, Tree]) -> float | None:

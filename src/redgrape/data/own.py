@@ -179,7 +179,8 @@ def _decode(listing: _Listing, cache: Path, image_size: int | None) -> None:
     try:
         decoded = np.lib.format.open_memmap(partial, mode="w+", dtype=np.uint8, shape=shape)
         with partial.open("r+b") as file:
-            os.posix_fallocate(file.fileno(), 0, partial.stat().st_size)  # a full disk must not end a write into a map
+            if hasattr(os, "posix_fallocate"):  # a full disk must not end a write into a map
+                os.posix_fallocate(file.fileno(), 0, partial.stat().st_size)
             for row, path in enumerate(listing.paths):
                 decoded[row] = open_image(path, pixels)
             decoded.flush()
