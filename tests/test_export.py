@@ -45,7 +45,12 @@ def pictures(n: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
 
 def carry_out(folder: Path, **values: Any) -> SimpleNamespace:
     experiment = Experiment.parse(
-        {"rounds": 2, "seed": 3, **values, "data": {"clients": 3, "ir": 4.0, "alpha": 10.0, **values["data"]}}
+        {
+            "rounds": 2,
+            "seed": 3,
+            **values,
+            "data": {"clients": 3, "imbalance": "exponential", "ir": 4.0, "alpha": 10.0, **values["data"]},
+        }
     )
     steps = list(Run(RunFolder.create(folder, experiment), workers=1).steps())
     return SimpleNamespace(

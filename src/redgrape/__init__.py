@@ -51,3 +51,7 @@ def __getattr__(name: str) -> Any:
     if name in _MODULES:
         return importlib.import_module(f"redgrape.{name}")
     raise AttributeError(f"module 'redgrape' has no attribute '{name}'")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

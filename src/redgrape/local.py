@@ -28,7 +28,7 @@ class LocalTraining(BaseModel):
     lr_final: float = Field(0.01, gt=0, le=1, description="fraction of lr in the last round, where it decays")
     momentum: float = Field(0.9, ge=0, lt=1, description="momentum of sgd")
     weight_decay: float = Field(0.0, ge=0, allow_inf_nan=False, description="weight decay of the local optimizer")
-    batch_size: int = Field(64, ge=1, description="examples a local step")
+    batch_size: int = Field(64, ge=1, le=10**9, description="examples a local step")
     epochs: int = Field(5, ge=1, description="passes over a client's data in a round")
     clip_norm: float | None = Field(
         None, gt=0, allow_inf_nan=False, description="clip the gradient of all parameters to this global norm"

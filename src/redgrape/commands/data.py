@@ -29,8 +29,8 @@ def show(options: argparse.Namespace) -> None:
         }
         print(json.dumps(figures))
         return
-    Console().print(picture.describe(federation))
     picture.draw(federation, options.out)
+    Console().print(picture.describe(federation))
     print(f"who holds what: {options.out}")
 
 

@@ -25,7 +25,8 @@ def ls(options: argparse.Namespace) -> None:
         return
     table = Table()
     for title in ("run", "method", "data", "seed", "rounds", "overall %", "tail %"):
-        table.add_column(title, justify="right" if "%" in title or title in {"seed", "rounds"} else "left")
+        justify: Any = "right" if "%" in title or title in {"seed", "rounds"} else "left"
+        table.add_column(title, justify=justify, overflow="fold")
     for run in runs:
         row = run.row()
         table.add_row(
@@ -42,7 +43,10 @@ def ls(options: argparse.Namespace) -> None:
                 )
             ]
         )
-    Console().print(table)
+    console = Console()
+    if not console.is_terminal:
+        console.width = 1000  # a line a run, with its whole path, for grep and the like
+    console.print(table)
 
 
 def show(options: argparse.Namespace) -> None:

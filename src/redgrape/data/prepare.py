@@ -45,19 +45,22 @@ class DataOptions(BaseModel):
         "class_dirichlet",
         description="class_dirichlet, prior_dirichlet, creff, iid, or natural: the clients that the data names",
     )
-    alpha: float = Field(1.0, gt=0, allow_inf_nan=False, description="Dirichlet concentration: small is more skewed")
+    alpha: float = Field(
+        1.0, ge=1e-6, le=1e9, allow_inf_nan=False, description="Dirichlet concentration: small is more skewed"
+    )
     clients: int = Field(10, ge=1, description="number of clients; the natural partition brings its own")
-    validation: int = Field(0, ge=0, description="training examples of each class held out for validation")
-    crop: int = Field(0, ge=0, description="augmentation: pad by so many pixels and cut a random window")
+    validation: int = Field(0, ge=0, le=10**9, description="training examples of each class held out for validation")
+    crop: int = Field(0, ge=0, le=1000, description="augmentation: pad by so many pixels and cut a random window")
     flip: bool = Field(False, description="augmentation: mirror images by a coin")
-    cutout: int = Field(0, ge=0, description="augmentation: blank a random square of so many pixels")
+    cutout: int = Field(0, ge=0, le=10_000, description="augmentation: blank a random square of so many pixels")
 
     @model_validator(mode="before")
     @classmethod
     def _own_data_is_imbalanced_already(cls, values: Any) -> Any:
-        if isinstance(values, dict) and "imbalance" not in values and values.get("source", "digits") not in READERS:
-            return {**values, "imbalance": "natural"}
-        return values
+        if not isinstance(values, dict) or "imbalance" in values:
+            return values
+        source = values.get("source", "digits")
+        return {**values, "imbalance": "natural"} if isinstance(source, str) and source not in READERS else values
 
 
 def prepare(options: DataOptions, seed: int, root: Path | None = None) -> Federation:

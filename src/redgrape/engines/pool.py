@@ -60,7 +60,7 @@ class Pool:
         half = self._half
         job = (half.method, self._shared, half.build, half.seed, half.rounds, half.device)
         process = self._context.Process(target=_serve, args=(theirs, *job), daemon=True, name="redgrape-worker")
-        with contextlib.nullcontext() if self._needs_main else _without_main():
+        with _uninterrupted(), contextlib.nullcontext() if self._needs_main else _without_main():
             process.start()
         theirs.close()
         return _Worker(process, ours)
@@ -230,6 +230,19 @@ def _without_main() -> Iterator[None]:
         yield
     finally:
         sys.modules["__main__"] = main
+
+
+@contextlib.contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Ctrl-C waits, and what is started meanwhile never sees it: the server of processes would die of it noisily."""
+    if not hasattr(signal, "pthread_sigmask"):  # Windows
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _serve(

@@ -72,14 +72,16 @@ class RedGrape(FedAvg):
         "batch",
         description="BatchNorm on D_bal: the batch's statistics, also updating the buffers, or the running ones",
     )
-    min_count: int = Field(1, ge=1, description="a client sends a class's prototype from this many examples on")
+    min_count: int = Field(
+        1, ge=1, le=10**9, description="a client sends a class's prototype from this many examples on"
+    )
     prototype_weights: Literal["uniform", "count"] = Field(
         "uniform", description="average prototypes over clients alike, or by their examples of the class"
     )
     prototype_view: Literal["plain", "augmented"] = Field(
         "plain", description="make prototypes from the examples as they are, or from an augmented view"
     )
-    max_age: int | None = Field(None, ge=0, description="do not use prototypes older than this many rounds")
+    max_age: int | None = Field(None, ge=0, le=10**9, description="do not use prototypes older than this many rounds")
     use_prototypes: bool = Field(True, description="ablation: serve missing classes by prototypes")
     use_real_data: bool = Field(True, description="ablation: serve classes by real examples")
     two_stream: bool = Field(True, description="ablation: train the second classifier W_hat")
