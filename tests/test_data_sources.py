@@ -258,7 +258,9 @@ def test_natural_clients_of_an_npz_survive_validation_and_the_long_tail(tmp_path
     client = (np.arange(n) // 4) % 5
     x = np.stack([np.arange(n), client], axis=1).astype(np.float32)
     np.savez(tmp_path / "own.npz", x=x, y=y, client=client * 10)
-    options = DataOptions(source=str(tmp_path / "own.npz"), partition="natural", ir=4, validation=5)
+    options = DataOptions(
+        source=str(tmp_path / "own.npz"), imbalance="exponential", partition="natural", ir=4, validation=5
+    )
     federation = prepare(options, 0, tmp_path)
     assert federation.num_clients == 5
     assert federation.class_counts.tolist() == [75, 47, 29, 18]

@@ -521,3 +521,13 @@ def test_the_shipped_experiments_are_valid() -> None:
         values = read_toml(path)
         if values.get("method", {}).get("name", name) == name:
             Experiment.parse({**values, "method": {**values.get("method", {}), "name": name}})
+
+
+def test_none_is_a_word_in_toml() -> None:
+    """What a preset sets can be switched off, and stays off through the file."""
+    off = Experiment.parse({"method": {"preset": "released", "clip_norm": "none"}})
+    assert off.method.create().clip_norm is None
+    assert 'clip_norm = "none"' in off.to_toml()
+    again = Experiment.parse(tomllib.loads(off.to_toml()))
+    assert again.method.create().clip_norm is None
+    assert again.hash() == off.hash() != Experiment.parse({"method": {"preset": "released"}}).hash()

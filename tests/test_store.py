@@ -21,7 +21,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from redgrape import durable, tree
-from redgrape.data.own import load as load_own
 from redgrape.data.prepare import DataOptions, prepare
 from redgrape.errors import BusyError, ConfigError, DataError, Diverged, RedgrapeError, StorageError
 from redgrape.experiment import Experiment
@@ -663,7 +662,7 @@ def parts_of(path: Path) -> tuple[list[list[int]], list[int]]:
 
 @pytest.mark.parametrize("has_test", [False, True])
 def test_the_partition_file_tells_who_holds_what(tmp_path: Path, tiny: Values, has_test: bool) -> None:
-    """Rows of the training data, each client's and the validation set's, whether the data names its test set or not."""
+    """Rows of the file's x: each client's, the validation set's and, where the test set comes from there, its."""
     random = np.random.default_rng(1)
     x, y = random.normal(size=(60, 5)).astype(np.float32), np.arange(60) % 4
     test = {"x_test": x[:8] + 9, "y_test": y[:8]} if has_test else {}
@@ -673,14 +672,14 @@ def test_the_partition_file_tells_who_holds_what(tmp_path: Path, tiny: Values, h
     experiment = Experiment.parse(values)
     federation = prepare(experiment.data, experiment.seed)
     parts, validation = parts_of(path)
-    assert parts == [part.tolist() for part in federation.parts]
-    train = load_own(tmp_path / "own.npz", tmp_path, seed=experiment.seed).train
-    everything = [row for part in parts for row in part] + validation
-    assert sorted(everything) == list(range(len(train)))
+    for k, part in enumerate(parts):
+        held = federation.client(k)
+        assert np.array_equal(x[part], held.inputs(torch.arange(len(held)), torch.float32).numpy())
+    in_test = safetensors.torch.load_file(path / "partition.safetensors")["test"].tolist()
+    assert bool(in_test) != has_test
+    assert sorted([row for part in parts for row in part] + validation + in_test) == list(range(len(x)))
     assert federation.validation is not None
-    assert torch.equal(train.labels[validation], federation.validation.labels)
-    held_out = federation.validation.inputs(torch.arange(len(validation)), torch.float32)
-    assert torch.equal(train.inputs(torch.tensor(validation), torch.float32), held_out)
+    assert np.array_equal(y[validation], federation.validation.labels.numpy())
 
 
 @settings(max_examples=40, deadline=None)

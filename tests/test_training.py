@@ -500,7 +500,7 @@ def test_memory_and_file_give_the_same_bits(tmp_path: Path) -> None:
     servers, histories = [], []
     for x, workers in ((pixels[10:], 1), (pixels[10:], 2), (mapped[10:], 2)):
         train = rg.Examples(x, labels, rg.Pixels((0.5,), (0.25,)), rg.Augment(crop=1, flip=True))
-        data = rg.Federation.from_parts(train, parts, rg.Examples(x, labels).take(np.arange(32, 40)), C)
+        data = rg.Federation.from_parts(train, parts, train.take(np.arange(32, 40)), C)
         result = rg.train(RedGrape(epochs=1, batch_size=8), data, build, rounds=2, workers=workers)
         servers.append(result.server)
         histories.append(result.history)
@@ -590,3 +590,49 @@ def test_no_worker_outlives_its_pool() -> None:
     assert all(process.is_alive() for process in processes)
     pool.close()
     assert not any(process.is_alive() for process in processes)
+
+
+class RefusesOnce(FedAvg):
+    """Client 0 raises in round 2, once; client 1 is slow, so that its answer is still on its way then."""
+
+    file: str = ""
+
+    def client_update(self, broadcast: tree.Tree, state: tree.Tree, site: rg.ClientSite) -> tuple[tree.Tree, tree.Tree]:
+        if site.round == 2 and not Path(self.file).exists():
+            if site.client == 0:
+                Path(self.file).touch()
+                raise rg.RedgrapeError("client 0 has had enough")
+            time.sleep(1.0)
+        return super().client_update(broadcast, state, site)
+
+
+def test_an_answer_that_comes_too_late_is_not_taken_for_another(tmp_path: Path) -> None:
+    """After an error the same training goes on, and a worker that was busy then does not answer with the old round."""
+    method = RefusesOnce(epochs=1, file=str(tmp_path / "refused"))
+    data = federation([2, 1, 1], [1, 1, 2])
+    with rg.Training(method, data, LINEAR, rounds=4, workers=2) as training:
+        steps = training.steps()
+        first = next(steps)
+        with pytest.raises(rg.RedgrapeError, match=r"^client 0 has had enough$"):
+            next(steps)
+        *_, last = training.steps(first.state)
+    assert tree.equal(last.state.server, rg.train(FedAvg(epochs=1), data, LINEAR, rounds=4).server)
+
+
+def test_a_build_that_gives_one_net_twice_is_refused() -> None:
+    net = LINEAR()
+    with pytest.raises(ConfigError, match="the same net twice"):
+        rg.train(FedAvg(), federation([2, 1, 1], [1, 1, 2]), lambda: net, rounds=1)
+
+
+def test_inputs_that_do_not_agree_are_refused() -> None:
+    y = torch.arange(6) % 2
+    pixels, floats = torch.zeros(6, 4, dtype=torch.uint8), torch.zeros(6, 4)
+    with pytest.raises(rg.RedgrapeError, match="test inputs are 4 floats, and training inputs 4 pixels"):
+        rg.Federation([rg.Examples(pixels, y)], rg.Examples(floats, y), 2)
+    with pytest.raises(rg.RedgrapeError, match="client 1's inputs are 4 pixels with mean"):
+        rg.Federation([rg.Examples(pixels, y), rg.Examples(pixels, y, rg.Pixels((0.5,)))], rg.Examples(pixels, y), 2)
+    train = rg.Examples(floats, y)
+    for parts, words in (([[0, 9]], "rows reach from 0 to 9"), ([[0, 1], [1]], "belongs to two clients")):
+        with pytest.raises(rg.RedgrapeError, match=words):
+            rg.Federation.from_parts(train, [np.array(p) for p in parts], train, 2)

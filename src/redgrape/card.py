@@ -7,7 +7,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from redgrape.method import Method
-from redgrape.methods.redgrape import RedGrape
 
 FIGURES = {
     "accuracy": "overall",
@@ -185,21 +184,7 @@ def _privacy(method: Method) -> str:
         "In federated learning the examples stay with the clients, but what a client sends is computed from them "
         "and can reveal something of them, and so can the weights in this folder."
     )
-    if not isinstance(method, RedGrape) or not method.use_prototypes:
-        return general
-    counts = " and how many examples of each" if method.prototype_weights == "count" else ""
-    single = (
-        "Where a client has one example of a class, the prototype is the gradient of that example alone, and the "
-        "example's exact feature vector (the encoder's output) can be computed from it."
-        if method.min_count == 1
-        else f"They were sent from {method.min_count} examples of a class on, so that none is of a single example; a "
-        f"prototype still gives weighted means of its examples' feature vectors."
-    )
-    return (
-        f"{general}\n\nIn RedGrape a client also sends a gradient prototype for each of its classes. Gradient "
-        f"prototypes expose which classes a client holds{counts}. {single} Where only one client of a round holds a "
-        f"class, all clients of the next round receive that client's prototype. The prototypes are not in this folder."
-    )
+    return f"{general}\n\n{method.privacy()}".strip()
 
 
 def _numbers(values: Sequence[float]) -> str:

@@ -8,7 +8,7 @@ import tomllib
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, get_args
 
 import safetensors
 import safetensors.torch
@@ -21,6 +21,7 @@ from redgrape.data.prepare import DataOptions
 from redgrape.errors import ConfigError, DataError, unknown
 from redgrape.method import Method
 from redgrape.nets.net import Net
+from redgrape.tree import Tensors
 from redgrape.validation import one_line, short
 
 _STRICT = ConfigDict(frozen=True, strict=True, extra="forbid")
@@ -51,7 +52,7 @@ class MethodOptions(BaseModel):
 
     def create(self) -> Method:
         method = methods.load(self.name)
-        hyper = dict(self.model_extra or {})
+        hyper = _with_none(self.model_extra or {}, method)
         if reserved := {"self", "cls"} & hyper.keys():
             raise unknown("key", f"method.{min(reserved)}", [f"method.{name}" for name in method.model_fields])
         if method.presets:
@@ -93,7 +94,7 @@ class Experiment(BaseModel):
     def parse(cls, values: Mapping[str, Any]) -> Experiment:
         """From nested values, as TOML gives them; anything wrong is a ConfigError of one line."""
         try:
-            experiment = cls.model_validate(values)
+            experiment = cls.model_validate(_with_none(values, cls))
         except ValidationError as error:
             raise one_line(error, cls) from error
         except RecursionError as error:
@@ -112,9 +113,9 @@ class Experiment(BaseModel):
         return cls.parse(read_toml(path))
 
     def resolved(self) -> dict[str, Any]:
-        """As nested values with everything written out; None, which TOML lacks, is left out."""
+        """As nested values with everything written out; None, which TOML lacks, is the word none."""
         values = self.model_dump(exclude={"method"}) | {"method": self.method.resolved()}
-        return {name: _without_none(value) for name, value in values.items() if value is not None}
+        return {name: _for_toml(value) for name, value in values.items()}
 
     def to_toml(self) -> str:
         return tomli_w.dumps(self.resolved())
@@ -127,25 +128,31 @@ class Experiment(BaseModel):
         return Experiment.parse({**self.resolved(), "rounds": rounds})
 
     def builder(self, federation: Federation) -> Callable[[], Net]:
-        """A callable that another process can be given, and that returns a fresh net with the initial weights."""
+        """A callable that another process can be given, and that returns a fresh net."""
         shape = tuple(federation.train.x.shape[1:])
-        return partial(build_net, self.net.name, shape, federation.num_classes, self.seed, self.net.weights)
+        return partial(nets.build, self.net.name, shape, federation.num_classes, self.seed)
+
+    def first_model(self, federation: Federation) -> Tensors:
+        """The weights that training starts from. The weights file is needed for that only, not to go on."""
+        shape = tuple(federation.train.x.shape[1:])
+        return build_net(self.net.name, shape, federation.num_classes, self.seed, self.net.weights).state_dict()
 
 
 def build_net(name: str, shape: tuple[int, ...], num_classes: int, seed: int, weights: str | None = None) -> Net:
+    """A new net, with the tensors of a safetensors file in place of its own where there is one."""
     net = nets.build(name, shape, num_classes, seed)
     if weights is not None:
-        _load_weights(net, Path(weights))
+        own = net.state_dict()
+        net.load_state_dict(own | _weights_for(own, Path(weights)))
     return net
 
 
-def _load_weights(net: Net, path: Path) -> None:
-    """Take the tensors of the file whose names the net has; a file that has none of the encoder's is refused."""
+def _weights_for(own: Tensors, path: Path) -> Tensors:
+    """The tensors of the file whose names the net has; a file that has none of the encoder's is refused."""
     try:
         stored = safetensors.torch.load_file(path)
     except (OSError, safetensors.SafetensorError) as error:
         raise DataError(f"cannot read initial weights from '{path}': {error}") from error
-    own = net.state_dict()
     taken = {name: t for name, t in stored.items() if name in own}
     if not any(name.startswith("encoder.") for name in taken):
         wanted = next(iter(own))
@@ -153,7 +160,7 @@ def _load_weights(net: Net, path: Path) -> None:
     for name, t in taken.items():
         if t.shape != own[name].shape:
             raise DataError(f"'{path}': tensor '{name}' is {list(t.shape)}, and the net's is {list(own[name].shape)}")
-    net.load_state_dict({**own, **taken})
+    return taken
 
 
 def hash_of(values: Mapping[str, Any]) -> str:
@@ -191,7 +198,21 @@ def put(values: dict[str, Any], key: str, value: Any) -> None:
     values[name] = value
 
 
-def _without_none(values: Any) -> Any:
-    if isinstance(values, Mapping):
-        return {name: _without_none(value) for name, value in values.items() if value is not None}
-    return list(values) if isinstance(values, tuple) else values
+def _for_toml(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _for_toml(inner) for name, inner in value.items()}
+    return "none" if value is None else list(value) if isinstance(value, tuple) else value
+
+
+def _with_none(values: Any, model: type[BaseModel]) -> Any:
+    """The word none as None, at the keys that can be None."""
+    if not isinstance(values, Mapping):
+        return values
+    read = dict(values)
+    for name, field in model.model_fields.items():
+        kind = field.annotation
+        if isinstance(kind, type) and issubclass(kind, BaseModel) and name in read:
+            read[name] = _with_none(read[name], kind)
+        elif read.get(name) == "none" and type(None) in get_args(kind):
+            read[name] = None
+    return read

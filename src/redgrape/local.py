@@ -25,7 +25,7 @@ class LocalTraining(BaseModel):
     optimizer: Literal["sgd", "adam", "adamw"] = Field("sgd", description="local optimizer, new in every round")
     lr: float = Field(0.01, gt=0, allow_inf_nan=False, description="local learning rate")
     lr_schedule: Schedule = Field("constant", description="decay of lr over the rounds")
-    lr_final: float = Field(0.01, gt=0, le=1, description="fraction of lr in the last round, where it decays")
+    lr_final: float = Field(0.01, ge=0, le=1, description="fraction of lr in the last round, where it decays")
     momentum: float = Field(0.9, ge=0, lt=1, description="momentum of sgd")
     weight_decay: float = Field(0.0, ge=0, allow_inf_nan=False, description="weight decay of the local optimizer")
     batch_size: int = Field(64, ge=1, le=10**9, description="examples a local step")

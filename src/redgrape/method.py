@@ -128,6 +128,10 @@ class Method(LocalTraining, ABC):
     def server_update(self, server: Tree, updates: Mapping[ClientId, Tree], site: ServerSite) -> Tree:
         """The server's new state from the updates that arrived, which come in the order of the clients' ids."""
 
+    def privacy(self) -> str:
+        """What a client's messages tell beyond those of plain averaging; for the card of a model."""
+        return ""
+
     def log(self, server: Tree, updates: Mapping[ClientId, Tree]) -> Mapping[str, Tensor]:
         """Small tensors worth recording each round, from the new server state and the updates that made it."""
         return {}

@@ -51,6 +51,8 @@ class Progress:
     def _figures(self, record: dict[str, Any]) -> str:
         loss = record.get("train_loss")
         parts = [] if loss is None else [f"loss {loss:.3f}"]
+        if record.get("rejected"):
+            parts += [f"{len(record['rejected'])} rejected"]
         if "test" in record:
             parts += [f"{name} {percent(record['test'][name])}" for name in ("accuracy", "tail")]
         return "  ".join(parts)

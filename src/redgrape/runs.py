@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import platform
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ import redgrape
 from redgrape import tree
 from redgrape.data.federation import Federation
 from redgrape.data.prepare import prepare
-from redgrape.errors import DataError, StorageError
+from redgrape.errors import ConfigError, DataError, StorageError
 from redgrape.experiment import Experiment
 from redgrape.store import RunFolder
 from redgrape.training import Step, Training
@@ -28,9 +28,8 @@ FIGURES = ("accuracy", "balanced", "head", "middle", "tail")
 class Run:
     """One run in its folder. `steps()` carries it out; what was done before is not done again.
 
-    with Run.open(path, workers=2) as run:
-        for step in run.steps():
-            ...
+    for step in Run(RunFolder.open(path), workers=2).steps():
+        ...
     """
 
     def __init__(self, folder: RunFolder, *, workers: int, device: str = "cpu", data_root: Path | None = None) -> None:
@@ -43,6 +42,7 @@ class Run:
         """The rounds that are still to be done, each committed before it is yielded."""
         with self.folder.locked():
             self.folder.sweep()
+            self._check_files()
             start, wrong = self.folder.latest()
             self.notes += [f"{reason}; going on from round {start.round if start else 0}" for reason in wrong]
             done = start.round if start is not None else 0
@@ -50,13 +50,25 @@ class Run:
             if done < self.experiment.rounds:
                 federation = self._federation()
                 with self._training(federation) as training:
-                    for step in training.steps(start):
+                    model = self.experiment.first_model(federation) if start is None else None
+                    for step in training.steps(start, model):
                         self.folder.append(step.record, step.seconds)
                         last = step.state.round == self.experiment.rounds
                         if last or step.state.round % self.experiment.checkpoint_every == 0:
                             self.folder.save(step.state, self.experiment)
                         yield step
             self._finish()
+
+    def _check_files(self) -> None:
+        """Raise ConfigError where the method's own file is not what it was when the run began."""
+        if (self.folder.path / "environment.json").exists():
+            before, here = self.folder.environment().get("files", {}), file_digests(self.experiment)
+            for name, digest in here.items():
+                if before.get(name, digest) != digest:
+                    raise ConfigError(
+                        f"'{name}' has changed since '{self.folder.path}' began; start a new run with --out, or put "
+                        "the old file back"
+                    )
 
     def _training(self, federation: Federation) -> Training:
         e = self.experiment
@@ -74,10 +86,12 @@ class Run:
 
     def _federation(self) -> Federation:
         federation = prepare(self.experiment.data, self.experiment.seed, self.data_root)
-        here = environment(self.device, federation)
+        here = environment(self.device, federation) | {"files": file_digests(self.experiment)}
         path = self.folder.path / "environment.json"
         if path.exists():
             before = self.folder.environment()
+            changed = [name for name in ("redgrape", "torch", "machine", "device") if before.get(name) != here[name]]
+            self.notes += [f"{name} was {before.get(name)} and is {here[name]}: bits may differ" for name in changed]
             for name in ("split", "data"):
                 if before.get(name, here[name]) != here[name]:
                     raise DataError(
@@ -100,6 +114,12 @@ class Run:
         with self.folder.locked():
             self.experiment = self.experiment.with_rounds(rounds)
             self.folder.write_experiment(self.experiment)
+
+
+def file_digests(experiment: Experiment) -> dict[str, str]:
+    """SHA-256 of the file of one's own method, which is code and so no part of the description."""
+    path = Path(experiment.method.name)
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest()} if path.suffix == ".py" else {}
 
 
 def environment(device: str, federation: Federation) -> dict[str, Any]:
@@ -158,10 +178,15 @@ def summarize(folder: RunFolder, experiment: Experiment, state: Any) -> dict[str
         "split": folder.environment()["split"],
         "state": state.hexdigest(),
         "averaged_rounds": [record["round"] for record in evaluated],
-        "mean_of_last": {figure: _mean([test[figure] for test in tests]) for figure in FIGURES},
+        "mean_of_last": _means(tests),
+        "validation": _means([record["validation"] for record in evaluated if "validation" in record]) or None,
         "per_class": [_mean(values) for values in zip(*[test["per_class"] for test in tests], strict=True)],
         "last": tests[-1],
     }
+
+
+def _means(scores: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
+    return {figure: _mean([score[figure] for score in scores]) for figure in FIGURES} if scores else {}
 
 
 def _mean(values: Sequence[float | None]) -> float | None:

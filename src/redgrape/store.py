@@ -110,11 +110,14 @@ class RunFolder:
         return environment
 
     def write_partition(self, federation: Federation) -> None:
-        """The rows of the source's training data that each client holds: client k has rows[ends[k-1]:ends[k]]."""
+        """Rows of the source's file: client k has rows[ends[k-1]:ends[k]]; those held out for validation, and for the
+        test where they come from the same file (empty where there are none)."""
+        rows = torch.from_numpy(np.concatenate(federation.parts))
         arrays = {
-            "rows": torch.from_numpy(np.concatenate(federation.parts)),
+            "rows": rows if federation.train.rows is None else federation.train.rows[rows],
             "ends": torch.from_numpy(np.cumsum([len(part) for part in federation.parts])),
-            "validation": _rows_within(federation.validation, federation.train),
+            "validation": _rows_of(federation.validation),
+            "test": _rows_of(federation.test),
         }
         durable.replace_file(self.path / "partition.safetensors", tree.to_bytes(arrays))
 
@@ -263,14 +266,8 @@ def _is_leftover(path: Path) -> bool:
     return path.name.startswith(".") and path.name.endswith(".tmp")
 
 
-def _rows_within(part: Examples | None, whole: Examples) -> torch.Tensor:
-    """Which examples of `whole` those of `part` are, both views of one array."""
-    if part is None or part.rows is None:
-        return torch.zeros(0, dtype=torch.int64)
-    if whole.rows is None:
-        return part.rows
-    order = whole.rows.argsort()
-    return order[torch.searchsorted(whole.rows[order], part.rows)]
+def _rows_of(examples: Examples | None) -> torch.Tensor:
+    return torch.zeros(0, dtype=torch.int64) if examples is None or examples.rows is None else examples.rows
 
 
 def _json(value: Any) -> bytes:

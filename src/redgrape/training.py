@@ -39,10 +39,11 @@ def rounds(
     *,
     eligible: Sequence[ClientId],
     clients_per_round: int,
+    model: Tensors | None = None,
     start: RunState | None = None,
 ) -> Iterator[RunState]:
-    """The states after round 1, 2, ... `site.rounds`, from the weights of `site.build` or from `start` on."""
-    state = start if start is not None else _first_state(method, site)
+    """The states after round 1, 2, ... `site.rounds`: from `model` (else from `site.build`), or from `start` on."""
+    state = start if start is not None else _first_state(method, site, model)
     for t in range(state.round + 1, site.rounds + 1):
         here = replace(site, round=t)
         sampled = sample_clients(eligible, clients_per_round, site.seed, t)
@@ -78,8 +79,10 @@ def rounds(
         yield state
 
 
-def _first_state(method: Method, site: ServerSite) -> RunState:
-    model = {name: t.detach().cpu().clone().contiguous() for name, t in site.build().state_dict().items()}
+def _first_state(method: Method, site: ServerSite, model: Tensors | None) -> RunState:
+    if model is None:
+        model = site.build().state_dict()
+    model = {name: t.detach().cpu().clone().contiguous() for name, t in model.items()}
     with same_bits_everywhere():
         return RunState(0, tree.ordered(method.init_server(model, replace(site, round=0))), {})
 
@@ -141,8 +144,10 @@ class Training:
         device: str = "cpu",
         evaluate_every: int = 1,
     ) -> None:
-        if rounds < 1:
-            raise ConfigError(f"rounds is {rounds}; there must be at least 1")
+        if not isinstance(rounds, int) or rounds < 1:
+            raise ConfigError(f"rounds is {rounds!r}; it must be a whole number of at least 1")
+        if not isinstance(seed, int):
+            raise ConfigError(f"seed is {seed!r}; it must be a whole number")
         if clients_per_round is not None and not 1 <= clients_per_round <= federation.num_clients:
             raise ConfigError(
                 f"clients_per_round is {clients_per_round}; choose 1 to {federation.num_clients}, or none for all"
@@ -154,10 +159,15 @@ class Training:
                 f"workers is {workers}; there must be at least 1 (this machine has {os.cpu_count()} cores)"
             )
         place = _device(device)
+        if not isinstance(method, Method):
+            raise ConfigError(
+                f"method is {method!r}; pass a method with its hyper-parameters, such as RedGrape(lr=0.05)"
+            )
         with keys.global_stream(None):  # so that the net that training starts from is the first that `build` draws
             net = build()
-        check_net(net, federation)
-        if method.batch_size == 1 and batchnorms(net):
+            check_net(net, federation)
+            check_fresh(net, build())
+        if method.batch_size == 1 and batchnorms(net) and not method.freeze_encoder:
             raise ConfigError("batch_size is 1, and BatchNorm has no statistics of a single example; choose at least 2")
         self.federation = federation
         self.method = method
@@ -168,7 +178,8 @@ class Training:
         self.site = ServerSite(build, federation.num_clients, federation.num_classes, seed, 0, rounds, place)
         self.engine = engines.create(ClientHalf(method, federation, build, seed, rounds, place), workers)
 
-    def steps(self, start: RunState | None = None) -> Iterator[Step]:
+    def steps(self, start: RunState | None = None, model: Tensors | None = None) -> Iterator[Step]:
+        """The rounds after `start`, or all of them from these initial weights (None: those that `build` gives)."""
         before = time.perf_counter()
         for state in rounds(
             self.method,
@@ -176,6 +187,7 @@ class Training:
             self.site,
             eligible=self.eligible,
             clients_per_round=self.clients_per_round,
+            model=model,
             start=start,
         ):
             trained = time.perf_counter()
@@ -260,19 +272,29 @@ def check_net(net: object, federation: Federation) -> None:
         raise ConfigError(
             f"the net's classifier has {net.classifier.out_features} outputs for {federation.num_classes} classes"
         )
-    if not len(federation.test):
-        raise DataError("the test set is empty; a run needs examples to judge it by")
+    if not all(p.requires_grad for p in net.classifier.parameters()):
+        raise ConfigError("the net's classifier is frozen (requires_grad is False); every method trains it")
+    for name, examples in (("test", federation.test), ("validation", federation.validation)):
+        if examples is not None and not len(examples):
+            raise DataError(f"the {name} set is empty; it needs examples to judge a model by")
     x = federation.test
     try:
         with torch.no_grad():
             z: Tensor = net.eval()(x.inputs(torch.zeros(2, dtype=torch.int64), net.classifier.weight.dtype))
-    except RuntimeError as error:
-        reason = str(error).splitlines()[0]
+    except Exception as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise ConfigError(f"the net does not take inputs of shape {tuple(x.x.shape[1:])}: {reason}") from error
     if z.shape != (2, federation.num_classes):
         raise ConfigError(
             f"the net gives outputs of shape {tuple(z.shape[1:])}; it must give one number for each class"
         )
+
+
+def check_fresh(net: Net, other: Net) -> None:
+    """Raise ConfigError where two nets of `build` share memory: training one would change the other."""
+    places = {t.data_ptr() for t in net.state_dict().values() if t.numel()}
+    if any(t.data_ptr() in places for t in other.state_dict().values() if t.numel()):
+        raise ConfigError("build() returned the same net twice; it must make a new one at every call")
 
 
 def _device(name: str) -> torch.device:

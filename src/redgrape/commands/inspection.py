@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from typing import Any
 
 from rich.console import Console
@@ -19,7 +20,12 @@ def ls(options: argparse.Namespace) -> None:
     """The runs below a folder."""
     if not options.folder.is_dir():
         raise StorageError(f"there is no folder '{options.folder}'; `redgrape run` makes runs, or name another folder")
-    runs = [report.RunView.read(path) for path in report.find_runs(options.folder)]
+    runs = []
+    for path in report.find_runs(options.folder):
+        try:
+            runs.append(report.RunView.read(path))
+        except StorageError as error:  # one damaged run must not hide the others
+            print(f"note: {error}", file=sys.stderr)
     if options.json:
         print(json.dumps([run.row() for run in runs]))
         return
@@ -103,8 +109,6 @@ def methods(options: argparse.Namespace) -> None:
         presets = {name: dict(values) for name, values in method.presets.items()}
         print(json.dumps(report.plain({"name": options.name, "hyper_parameters": fields, "presets": presets})))
         return
-    import sys
-
     print((sys.modules[method.__module__].__doc__ or "").strip())
     table = Table(title="hyper-parameters")
     for title in ("name", "default", "meaning"):

@@ -75,14 +75,15 @@ def compare(options: argparse.Namespace) -> None:
         finished.append((spec, report.RunView.read(path)))
     results = report.collect(finished)
     picture = options.out / "per_class.png"
-    report.draw_per_class(results, picture)
     text = f"{report.markdown(results)}\n\n{report.caption(results)}\n"
     (options.out / "table.md").write_text(text, encoding="utf-8")
     if options.json:
+        report.draw_per_class(results, picture)
         values = {r.label: {figure: r.values(figure) for figure in report.FIGURES} for r in results}
         print(json.dumps({"table": values, "picture": str(picture)}))
         return
     report.print_table(results)
+    report.draw_per_class(results, picture)
     print(f"accuracy per class: {picture}")
 
 
@@ -133,7 +134,7 @@ def print_plan(folder: Path, experiment: Experiment, options: argparse.Namespace
 
 
 def carry_out(folder: RunFolder, options: argparse.Namespace, label: str) -> None:
-    default = os.cpu_count() or 1 if options.device == "cpu" else 1
+    default = _cores() if options.device == "cpu" else 1
     workers = options.workers if options.workers is not None else default
     this = Run(folder, workers=workers, device=options.device, data_root=options.data_root)
     progress = Progress(label, folder.newest_round(), this.experiment.rounds, as_json=options.json, quiet=options.quiet)
@@ -147,6 +148,11 @@ def carry_out(folder: RunFolder, options: argparse.Namespace, label: str) -> Non
     finally:
         for note in this.notes:
             print(f"note: {note}", file=sys.stderr)
+
+
+def _cores() -> int:
+    """The cores that this process may use, which may be fewer than the machine has."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def finish(folder: RunFolder, options: argparse.Namespace) -> None:

@@ -57,12 +57,13 @@ class Federation:
     ) -> None:
         if not clients:
             raise DataError("a federation of no clients; pass at least one")
-        shapes = {tuple(c.x.shape[1:]) for c in clients} | {tuple(test.x.shape[1:])}
-        if len(shapes) > 1:
-            raise DataError(f"examples of different shapes {sorted(shapes)}; all clients and the test set must agree")
-        if len({c.x.dtype for c in clients}) > 1:
-            raise DataError(f"clients' inputs have types {sorted(str(c.x.dtype) for c in clients)}; they must agree")
         first = clients[0]
+        for k, client in enumerate(clients):
+            if (_kind(client), client.x.dtype, client.augment) != (_kind(first), first.x.dtype, first.augment):
+                raise DataError(
+                    f"client {k}'s inputs are {_kind(client)} ({client.x.dtype}), and client 0's {_kind(first)} "
+                    f"({first.x.dtype}); they, and their augmentation, must agree"
+                )
         pooled = Examples(
             torch.cat([c.x if c.rows is None else c.x[c.rows] for c in clients]),
             torch.cat([c.labels for c in clients]),
@@ -100,12 +101,24 @@ class Federation:
         class_names: Sequence[str] | None,
         tail: Sequence[int] | None,
     ) -> None:
-        if num_classes < 2:
+        if not isinstance(num_classes, int) or num_classes < 2:
             raise DataError(f"num_classes is {num_classes}; there must be at least 2 classes")
         if class_names is not None and len(class_names) != num_classes:
             raise DataError(f"{len(class_names)} class names for {num_classes} classes")
         if not any(len(part) for part in parts):
             raise DataError("no client holds any example")
+        rows = np.concatenate([np.asarray(part, dtype=np.int64) for part in parts])
+        if rows.min() < 0 or rows.max() >= len(train):
+            raise DataError(f"a client's rows reach from {rows.min()} to {rows.max()}; there are {len(train)} examples")
+        if len(np.unique(rows)) < len(rows):
+            raise DataError("an example belongs to two clients, or twice to one; every row may be named once")
+        for name, examples in (("test", test), ("validation", validation)):
+            if examples is not None and _kind(examples) != _kind(train):
+                raise DataError(
+                    f"{name} inputs are {_kind(examples)}, and training inputs {_kind(train)}; they must agree"
+                )
+        if tail is not None and not all(0 <= c < num_classes for c in tail):
+            raise DataError(f"tail names the classes {list(tail)}; there are the classes 0 to {num_classes - 1}")
         train.check(num_classes, "training data")
         test.check(num_classes, "test data")
         if validation is not None:
@@ -145,3 +158,11 @@ class Federation:
                 len(part).to_bytes(8, "little") + part.astype("<i8").tobytes() + labels[part].astype("<i8").tobytes()
             )
         return digest.hexdigest()
+
+
+def _kind(examples: Examples) -> str:
+    """Shape of an input, and how its pixels are scaled: what must be the same for all who share a net."""
+    shape = "x".join(map(str, examples.x.shape[1:]))
+    if examples.x.dtype == torch.uint8:
+        return f"{shape} pixels with mean {examples.pixels.mean} and std {examples.pixels.std}"
+    return f"{shape} floats"

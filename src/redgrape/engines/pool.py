@@ -85,6 +85,15 @@ class Pool:
 
     def _run(self, kind: str, tasks: Mapping[int, Any], payload: bytes) -> dict[int, Any]:
         """Every task to a free worker; the answers by the tasks' ids. `payload` goes once to each worker."""
+        try:
+            return self._run_all(kind, tasks, payload)
+        except BaseException:
+            for i, worker in enumerate(self._workers):
+                if worker.task is not None:  # its answer must not be taken for that of a later task
+                    self._replace(i)
+            raise
+
+    def _run_all(self, kind: str, tasks: Mapping[int, Any], payload: bytes) -> dict[int, Any]:
         waiting, failures = deque(tasks), dict.fromkeys(tasks, 0)
         answers: dict[int, Any] = {}
         fresh = set(self._workers)  # have not got the payload yet
@@ -102,6 +111,9 @@ class Pool:
                 status, value = worker.receive()
                 if status == "answer":
                     answers[worker.finish()] = value
+                elif status == "refused":
+                    worker.finish()
+                    raise value
                 elif status == "error":
                     raise _error_in_client(kind, worker.finish(), value)
                 else:
@@ -174,7 +186,7 @@ class _Worker:
             self.connection.send(message)
 
     def receive(self) -> tuple[str, Any]:
-        """("answer", value), ("error", text) or ("lost", reason)."""
+        """("ready", None), ("answer", value), ("refused", error), ("error", text) or ("lost", reason)."""
         try:
             if self.connection.poll():
                 status, value = self.connection.recv()
@@ -277,6 +289,8 @@ def _serve(
             else:
                 split, starts = details
                 connection.send(("answer", half.score(received, split, starts)))
+        except RedgrapeError as error:
+            connection.send(("refused", error))
         except Exception:
             connection.send(("error", traceback.format_exc()))
 

@@ -83,6 +83,8 @@ class MappedArray:
             root = root.base
         if not isinstance(root, np.memmap) or root.filename is None or any(s < 0 for s in array.strides):
             return None
+        if root.mode == "c":  # what was changed in memory is not in the file
+            return None
         # np.memmap maps from a page boundary on, and its offset names the first byte of the root array.
         offset = root.offset + array.ctypes.data - root.ctypes.data
         return cls(str(root.filename), offset, array.shape, array.strides, array.dtype.str)
@@ -98,7 +100,7 @@ class SharedFederation:
     """A federation as it is sent to a worker."""
 
     def __init__(self, federation: Federation) -> None:
-        self._open: list[SharedArray] = []
+        self._open: dict[tuple[Any, ...], SharedArray] = {}  # by place in memory: splits are views of one array
         rows = np.concatenate(federation.parts)
         self._fields: dict[str, Any] = {
             "num_classes": federation.num_classes,
@@ -117,8 +119,10 @@ class SharedFederation:
             return mapped
         if not _HAS_FD_PASSING:
             return array
-        self._open.append(SharedArray(array))
-        return self._open[-1]
+        place = (array.ctypes.data, array.shape, array.strides, array.dtype.str)
+        if place not in self._open:
+            self._open[place] = SharedArray(array)
+        return self._open[place]
 
     def _examples(self, examples: Examples | None) -> tuple[Any, ...] | None:
         if examples is None:
@@ -145,7 +149,7 @@ class SharedFederation:
         return federation
 
     def close(self) -> None:
-        for array in self._open:
+        for array in self._open.values():
             array.close()
         self._open.clear()
 

@@ -53,7 +53,7 @@ class RedGrape(FedAvg):
 
     lam: float = Field(0.1, ge=0, allow_inf_nan=False, description="lambda, the strength of the re-balancing")
     lam_schedule: Schedule = Field("constant", description="decay of lambda over the rounds")
-    lam_final: float = Field(0.01, gt=0, le=1, description="fraction of lambda in the last round, where it decays")
+    lam_final: float = Field(0.01, ge=0, le=1, description="fraction of lambda in the last round, where it decays")
     threshold: float = Field(8.0, ge=1, description="T: real examples serve a class from this many on (inf: never)")
     placement: Literal["in_gradient", "after_step"] = Field(
         "in_gradient", description="re-balance through the optimizer, as Eq. (12), or by a plain step after its step"
@@ -186,7 +186,7 @@ class RedGrape(FedAvg):
             "model": self.averaged_model(server["model"], updates),  # Eq. (13)
             "prototypes": prototypes,  # Eq. (14)
             "seen": server["seen"] | held,
-            "age": torch.where(held, 0, server["age"] + 1),
+            "age": torch.where(held | ~server["seen"], 0, server["age"] + 1),
         }
         if self.two_stream:  # Eq. (13) again
             answers = list(updates.values())
@@ -213,6 +213,23 @@ class RedGrape(FedAvg):
         held = weight > 0
         mean = {name: (t / _per_class(weight.clamp(min=1), t)).to(old[name].dtype) for name, t in total.items()}
         return {name: torch.where(_per_class(held, g), g, old[name]) for name, g in mean.items()}, held
+
+    def privacy(self) -> str:
+        if not self.use_prototypes:
+            return ""
+        counts = " and how many examples of each" if self.prototype_weights == "count" else ""
+        single = (
+            "Where a client has one example of a class, the prototype is the gradient of that example alone, and the "
+            "example's exact feature vector (the encoder's output) can be computed from it."
+            if self.min_count == 1
+            else f"They were sent from {self.min_count} examples of a class on, so that none is of a single example; "
+            "a prototype still gives weighted means of its examples' feature vectors."
+        )
+        return (
+            "In RedGrape a client also sends a gradient prototype for each of its classes. Gradient prototypes expose "
+            f"which classes a client holds{counts}. {single} Where only one client of a round holds a class, all "
+            "clients of the next round receive that client's prototype. The prototypes are not in this folder."
+        )
 
     def log(self, server: Tree, updates: Mapping[ClientId, Tree]) -> Mapping[str, Tensor]:
         return {"prototype_seen": server["seen"], "prototype_age": server["age"]}
