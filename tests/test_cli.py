@@ -807,3 +807,16 @@ def test_an_edited_method_file_is_another_method(
     outcome = command(*arguments)
     assert outcome.code == 2
     assert "'mine.py' has changed since" in outcome.err
+
+
+def test_the_table_of_the_validation_set(command: Command, toml: Path) -> None:
+    """Its figures are those of the validation records, and a run without one says which option to pass."""
+    shared = ["--experiment", toml, "--workers", 1, "--rounds", 2, "--json"]
+    held_out = ["compare", "fedavg", *shared, "-c", "data.validation=2", "--on", "validation", "--out", "a"]
+    table = good(command(*held_out)).json()["table"]["fedavg"]
+    lines = Path("a/fedavg-seed1/metrics.jsonl").read_text().splitlines()
+    records = [json.loads(line)["validation"]["accuracy"] for line in lines]
+    assert table["accuracy"] == [pytest.approx(sum(records) / len(records))]
+    outcome = command("compare", "fedavg", *shared, "--on", "validation", "--out", "b")
+    assert outcome.code == 2
+    assert "-c data.validation=10" in outcome.err

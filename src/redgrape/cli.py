@@ -123,12 +123,14 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--seeds", type=_seeds, metavar="0,1,2", help="the seeds; without them the experiment's")
     _add_experiment_flags(command)
     command.add_argument("--out", type=Path, default=Path("runs/compare"), metavar="DIR", help="where the runs go")
+    _add_on_flag(command)
     _add_execution_flags(command)
 
     command = add("ls", "inspection", "list runs")
     command.add_argument("folder", nargs="?", type=Path, default=Path("runs"), help="below this folder (runs)")
     command = add("show", "inspection", "show one run")
     command.add_argument("run", type=Path, help="the run folder")
+    _add_on_flag(command)
     command = add("methods", "inspection", "list the methods, or one with its hyper-parameters")
     command.add_argument("name", nargs="?", help="a method")
 
@@ -166,6 +168,15 @@ def _add_experiment_flags(command: argparse.ArgumentParser) -> None:
         group.add_argument(flag, dest=f"set:{key}", type=kind, metavar=kind.__name__.upper(), help=text)
     group.add_argument(
         "-c", dest="config", action="append", default=[], metavar="KEY=VALUE", help="set any key, e.g. method.lam=0.2"
+    )
+
+
+def _add_on_flag(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--on",
+        choices=["test", "validation"],
+        default="test",
+        help="which set the table is about (see data.validation)",
     )
 
 

@@ -85,10 +85,17 @@ class Result:
 
     label: str
     runs: list[RunView]
+    on: str = "test"  # or validation, which is there to choose hyper-parameters by
 
     def values(self, figure: str) -> list[float]:
-        values = [_summary(run)["mean_of_last"][figure] for run in self.runs]
+        values = [self._means(run)[figure] for run in self.runs]
         return [value for value in values if value is not None]
+
+    def _means(self, run: RunView) -> dict[str, Any]:
+        means = _summary(run)["mean_of_last"] if self.on == "test" else _summary(run).get("validation")
+        if means is None:
+            raise ConfigError(f"'{run.path}' was run without a validation set; hold one out with -c data.validation=10")
+        return dict(means)
 
     def per_class(self) -> list[list[float]]:
         """For each class, the seeds' accuracies."""
@@ -96,11 +103,11 @@ class Result:
         return [[value for value in values if value is not None] for values in classes]
 
 
-def collect(runs: Iterable[tuple[str, RunView]]) -> list[Result]:
+def collect(runs: Iterable[tuple[str, RunView]], on: str = "test") -> list[Result]:
     """Finished runs by their label, in the order in which labels first appear."""
     results: dict[str, Result] = {}
     for label, run in runs:
-        results.setdefault(label, Result(label, [])).runs.append(run)
+        results.setdefault(label, Result(label, [], on)).runs.append(run)
     return list(results.values())
 
 
@@ -131,7 +138,7 @@ def caption(results: Sequence[Result]) -> str:
     rounds = sorted({len(_summary(run)["averaged_rounds"]) for r in results for run in r.runs})
     over = f"the last {rounds[0]} evaluated rounds" if len(rounds) == 1 else "the last evaluated rounds"
     seeds = ", mean ± standard deviation over seeds" if any(len(r.runs) > 1 for r in results) else ""
-    return f"test accuracy in %, mean of {over}{seeds}"
+    return f"{results[0].on} accuracy in %, mean of {over}{seeds}"
 
 
 def markdown(results: Sequence[Result]) -> str:

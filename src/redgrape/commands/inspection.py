@@ -69,7 +69,7 @@ def show(options: argparse.Namespace) -> None:
     if run.summary is None:
         console.print(Text(f"not finished; `redgrape resume {options.run}` continues it"))
         return
-    report.print_table(report.collect([(run.label, run)]))
+    report.print_table(report.collect([(run.label, run)], options.on))
     if run.environment is not None:
         table = Table(title="accuracy per class, %")
         for title in ("class", "training examples", "accuracy"):

@@ -73,7 +73,7 @@ def compare(options: argparse.Namespace) -> None:
         label = spec if len(cells) == len(options.methods) else f"{spec} seed {experiment.seed}"
         carry_out(folder, options, label=label)
         finished.append((spec, report.RunView.read(path)))
-    results = report.collect(finished)
+    results = report.collect(finished, options.on)
     picture = options.out / "per_class.png"
     text = f"{report.markdown(results)}\n\n{report.caption(results)}\n"
     (options.out / "table.md").write_text(text, encoding="utf-8")

@@ -282,8 +282,8 @@ class Balance:
         g_bal = self._balanced_gradient()
         if self.method.norm == "joint":
             local, balanced = tree.norm(g_local.values()), tree.norm(g_bal.values())
-            return {name: self.lam * _scaled(g, local, balanced) for name, g in g_bal.items()}
-        return {name: self.lam * _scaled(g, g_local[name].norm(), g.norm()) for name, g in g_bal.items()}
+            return {name: _scaled(self.lam, g, local, balanced) for name, g in g_bal.items()}
+        return {name: _scaled(self.lam, g, g_local[name].norm(), g.norm()) for name, g in g_bal.items()}
 
     def _balanced_gradient(self) -> Tensors:
         """g_bal, Eq. (11). Every class of L_bal has T examples, so the sum of the classes' mean gradients (Eq. 8) is
@@ -296,10 +296,10 @@ class Balance:
         return {name: (g / self.T + self.constant[name]) / C for name, g in real.items()}
 
 
-def _scaled(g_bal: Tensor, local: Tensor, balanced: Tensor) -> Tensor:
-    """g_bal ||g_local|| / ||g_bal||, and zero where g_bal has no direction."""
+def _scaled(lam: float, g_bal: Tensor, local: Tensor, balanced: Tensor) -> Tensor:
+    """lambda g_bal ||g_local|| / ||g_bal||, and zero where g_bal has no direction."""
     usable = torch.isfinite(balanced) & (balanced >= _TINY)
-    return torch.where(usable, g_bal * (local / balanced.clamp(min=_TINY)), torch.zeros_like(g_bal))
+    return torch.where(usable, lam * (local / balanced.clamp(min=_TINY)) * g_bal, torch.zeros_like(g_bal))
 
 
 def _per_class(values: Tensor, like: Tensor) -> Tensor:
