@@ -71,6 +71,7 @@ EVERY_FIELD: dict[str, Any] = {
         "alpha": 0.25,
         "clients": 4,
         "validation": 5,
+        "auxiliary": 6,
         "crop": 4,
         "flip": True,
         "cutout": 16,

@@ -7,7 +7,7 @@ running statistics), `count` (examples trained on) and `loss` (their mean traini
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -15,6 +15,9 @@ from torch import Tensor
 from redgrape import tree
 from redgrape.nets.net import Net
 from redgrape.tree import Tensors, Tree
+
+if TYPE_CHECKING:
+    from redgrape.method import Site
 
 
 def delta(net: Net, start: Tensors) -> Tensors:
@@ -53,3 +56,13 @@ def mean_buffers(updates: Sequence[Tree], weights: Sequence[float]) -> Tensors:
     return tree.weighted_mean(floats, weights) | {
         name: torch.stack([g[name] for g in groups]).amax(dim=0) for name in integers
     }
+
+
+def zeros_like_parameters(model: Tensors, site: Site) -> Tensors:
+    """A zero for every parameter of the model, and none for its buffers."""
+    return {name: torch.zeros_like(model[name]) for name, _ in site.load(model).named_parameters()}
+
+
+def sample_weights(updates: Sequence[Tree]) -> list[float]:
+    """n_k, the examples that each client trained on."""
+    return [float(update["count"]) for update in updates]

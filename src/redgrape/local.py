@@ -71,6 +71,16 @@ class LocalTraining(BaseModel):
             for rows in self._cut(order, has_batchnorm=bool(batchnorms(net))):
                 yield site.inputs(rows, dtype, augment), labels[rows].to(site.device)
 
+    def steps(self, examples: int) -> int:
+        """Local steps of a round on so many examples."""
+        return self.epochs * -(-examples // self.batch_size)
+
+    def effective_steps(self, steps: int) -> float:
+        """How many plain sgd steps of a constant gradient go as far as these with momentum m: the sum over
+        s = 1 .. S of (1 - m^s) / (1 - m)."""
+        m = self.momentum
+        return sum((1 - m**s) / (1 - m) for s in range(1, steps + 1))
+
     def _cut(self, order: Tensor, has_batchnorm: bool) -> list[Tensor]:
         batches = list(order.split(self.batch_size))
         if has_batchnorm and len(batches) > 1 and len(batches[-1]) == 1:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self, TypeAlias
 
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from redgrape import keys, methods
 from redgrape.data.examples import Examples
-from redgrape.errors import unknown
+from redgrape.errors import ConfigError, unknown
 from redgrape.local import LocalTraining
 from redgrape.nets.net import Net
 from redgrape.tree import Tensors, Tree
@@ -69,15 +69,31 @@ class ClientSite(Site):
 
     def inputs(self, rows: Tensor, dtype: torch.dtype, augment: torch.Generator | None = None) -> Tensor:
         """Network inputs of these rows of the data, on the site's device, augmented where a generator is given."""
-        x = self.data.inputs(rows, dtype, augment)
-        if x.dim() == 4:
-            x = x.contiguous(memory_format=torch.channels_last)
-        return x.to(self.device)
+        return place_inputs(self.data.inputs(rows, dtype, augment), self.device)
 
 
 @dataclass(frozen=True)
 class ServerSite(Site):
-    """The server's place."""
+    """The server's place: what it has of its own, and what it has asked the clients before the first round."""
+
+    auxiliary: Examples | None = None  # a small balanced set, for methods that assume one; no client holds any of it
+    survey: Tree = field(default_factory=dict)  # the sum of all clients' answers to Method.survey
+
+    def inputs(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
+        """Network inputs of these rows of the auxiliary set, on the site's device."""
+        return place_inputs(self.auxiliary_set().inputs(rows, dtype), self.device)
+
+    def auxiliary_set(self) -> Examples:
+        if self.auxiliary is None:
+            raise ConfigError(
+                "this method needs a small balanced set at the server; hold one out with data.auxiliary=32 (a class)"
+            )
+        return self.auxiliary
+
+
+def place_inputs(x: Tensor, device: torch.device) -> Tensor:
+    """On the device, images with their channels last, which is what convolutions are fastest on."""
+    return (x.contiguous(memory_format=torch.channels_last) if x.dim() == 4 else x).to(device)
 
 
 class Method(LocalTraining, ABC):
@@ -91,6 +107,8 @@ class Method(LocalTraining, ABC):
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
 
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
+    uses_auxiliary: ClassVar[bool] = False  # whether the server needs a balanced set of its own
+    fidelity: ClassVar[str] = ""  # what it was written from, and what is uncertain
 
     def __init__(self, **hyper_parameters: Any) -> None:
         try:
@@ -107,6 +125,11 @@ class Method(LocalTraining, ABC):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _revive, (methods.reference(type(self)), dict(self))
+
+    def survey(self, site: ClientSite) -> Tree:
+        """What the method must know of the clients before the first round. Every client answers once, and the server
+        gets the sum of the answers alone, so that a secure sum could make it. Empty: nothing is asked."""
+        return {}
 
     @abstractmethod
     def init_server(self, model: Tensors, site: ServerSite) -> Tree:

@@ -117,6 +117,7 @@ class RunFolder:
             "rows": rows if federation.train.rows is None else federation.train.rows[rows],
             "ends": torch.from_numpy(np.cumsum([len(part) for part in federation.parts])),
             "validation": _rows_of(federation.validation),
+            "auxiliary": _rows_of(federation.auxiliary),
             "test": _rows_of(federation.test),
         }
         durable.replace_file(self.path / "partition.safetensors", tree.to_bytes(arrays))

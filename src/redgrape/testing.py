@@ -8,7 +8,8 @@ a time:
         redgrape.testing.CHECKS[clause](MyMethod())
 
 A method is checked with its own hyper-parameters, except that it trains one epoch in batches of four, because the data
-are tiny. A broken clause raises AssertionError with a sentence that says what is broken.
+are tiny, and does less of what only costs time (`CHEAP`). A broken clause raises AssertionError with a sentence that
+says what is broken.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ from redgrape.engines.in_process import InProcess
 from redgrape.engines.pool import Pool
 from redgrape.method import ClientId, Method, ServerSite
 from redgrape.nets.net import Net
-from redgrape.training import RunState, rounds, sample_clients
+from redgrape.numerics import same_bits_everywhere
+from redgrape.training import RunState, _first_state, rounds, sample_clients
 from redgrape.tree import Tensors, Tree
 
 SEED, ROUNDS, BATCH, CLASSES = 7, 3, 4, 4
@@ -42,6 +44,12 @@ IMAGE = (1, 8, 8)
 
 # Examples of each class at each client: many of a class, few, one, none. Three of the four clients answer a round.
 COUNTS = ((9, 3, 1, 0), (0, 8, 4, 0), (2, 0, 9, 1), (5, 3, 4, 2))
+
+# The server's own examples of each class: a batch and one more, a batch, one, and two.
+AUXILIARY = (BATCH + 1, BATCH, 1, 2)
+
+# Hyper-parameters that say how much work is done, in a method that has them.
+CHEAP = {"retrain_epochs": 2, "match_steps": 2, "features_per_class": 3, "server_steps": 2, "auxiliary_epochs": 1}
 
 CHECKS: dict[str, Callable[[Method], None]] = {}
 
@@ -77,12 +85,19 @@ def _clause(check: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(check)
     def checked(method: Method, *options: Any) -> None:
         try:
-            check(type(method)(**{**dict(method), "epochs": 1, "batch_size": BATCH}), *options)
+            check(_small(method), *options)
         except Exception as error:
             raise AssertionError(f"{type(method).__name__} breaks '{check.__name__}': {_sentence(error)}") from error
 
     CHECKS[check.__name__] = checked
     return checked
+
+
+def _small(method: Method) -> Method:
+    """The method at as little work as shows what it does."""
+    fields = dict(method)
+    cheap = {name: value for name, value in CHEAP.items() if name in fields}
+    return type(method)(**{**fields, "epochs": 1, "batch_size": BATCH, **cheap})
 
 
 @_clause
@@ -215,8 +230,8 @@ def order_of_clients_changes_nothing(method: Method) -> None:
 def any_clients_may_be_missing(method: Method) -> None:
     """A round is made of any non-empty subset of the clients that were asked, down to one."""
     for place in range(3):
-        _check_finite(_run(method, engine=functools.partial(_Dropping, keep=[place])), "one answer a round")
-    _check_finite(_run(method, engine=functools.partial(_Dropping, keep=[0, 2])), "two answers a round")
+        _check_finite(_run(method, _Case(rounds=2), functools.partial(_Dropping, keep=[place])), "one answer a round")
+    _check_finite(_run(method, _Case(rounds=2), functools.partial(_Dropping, keep=[0, 2])), "two answers a round")
 
 
 @_clause
@@ -274,7 +289,7 @@ def classes_that_nobody_holds(method: Method) -> None:
 def few_of_many_clients(method: Method) -> None:
     """Ten of fifty clients a round."""
     counts = tuple((k % 10, k % 3, k % 7 // 3, 1 if k % 11 == 0 else 0) for k in range(50))
-    _check_finite(_run(method, _Case(counts, clients_per_round=10)), "ten of fifty clients")
+    _check_finite(_run(method, _Case(counts, clients_per_round=10, rounds=2)), "ten of fifty clients")
 
 
 @_clause
@@ -304,11 +319,13 @@ class _Case:
     net: str = "batchnorm_net"
     shape: tuple[int, ...] = IMAGE
     clients_per_round: int = 3
+    rounds: int = ROUNDS
 
     @cached_property
     def federation(self) -> Federation:
         clients = [self._examples(counts, k) for k, counts in enumerate(self.counts)]
-        return Federation(clients, self._examples((1,) * CLASSES, len(clients)), CLASSES)
+        test, auxiliary = self._examples((1,) * CLASSES, len(clients)), self._examples(AUXILIARY, len(clients) + 1)
+        return Federation(clients, test, CLASSES, auxiliary=auxiliary)
 
     @property
     def eligible(self) -> list[ClientId]:
@@ -324,7 +341,7 @@ class _Case:
 
 def _named_net(name: str, shape: tuple[int, ...] = IMAGE) -> _Case:
     build = functools.partial(nets.build, name, shape, CLASSES, seed=SEED)
-    return _Case(COUNTS[:2], build, name, shape, clients_per_round=2)
+    return _Case(COUNTS[:2], build, name, shape, clients_per_round=2, rounds=2)
 
 
 class _Reversed(InProcess):
@@ -355,12 +372,12 @@ def _memory(t: Tensor) -> int:
 
 
 def _client_half(method: Method, case: _Case) -> ClientHalf:
-    return ClientHalf(method, case.federation, case.build, SEED, ROUNDS, torch.device("cpu"))
+    return ClientHalf(method, case.federation, case.build, SEED, case.rounds, torch.device("cpu"))
 
 
 def _server_site(case: _Case) -> ServerSite:
-    federation = case.federation
-    return ServerSite(case.build, federation.num_clients, federation.num_classes, SEED, 0, ROUNDS, torch.device("cpu"))
+    f = case.federation
+    return ServerSite(case.build, f.num_clients, f.num_classes, SEED, 0, case.rounds, torch.device("cpu"), f.auxiliary)
 
 
 def _run(
@@ -396,11 +413,10 @@ def _exchange(method: Method, case: _Case | None = None) -> Iterator[_Passed]:
     """A run taken apart: every tree as soon as the method has made it."""
     case = case or _Case()
     half, site = _client_half(method, case), _server_site(case)
-    model: Tensors = {name: t.clone() for name, t in case.build().state_dict().items()}
-    server = method.init_server(model, site)
+    server = _first_state(method, InProcess(half), site, case.eligible).server
     yield _Passed("server", "the server's first state", server)
     states: dict[ClientId, Tree] = {}
-    for t in range(1, ROUNDS + 1):
+    for t in range(1, case.rounds + 1):
         broadcast = method.broadcast(server)
         yield _Passed("broadcast", f"the broadcast of round {t}", broadcast)
         updates: dict[ClientId, Tree] = {}
@@ -408,7 +424,8 @@ def _exchange(method: Method, case: _Case | None = None) -> Iterator[_Passed]:
             updates[k], states[k] = half.run(k, broadcast, states.get(k), t)
             yield _Passed("update", f"client {k}'s update of round {t}", updates[k])
             yield _Passed("state", f"client {k}'s state after round {t}", states[k])
-        server = method.server_update(server, updates, replace(site, round=t))
+        with same_bits_everywhere():
+            server = method.server_update(server, updates, replace(site, round=t))
         yield _Passed("server", f"the server's state after round {t}", server)
 
 

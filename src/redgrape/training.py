@@ -43,7 +43,7 @@ def rounds(
     start: RunState | None = None,
 ) -> Iterator[RunState]:
     """The states after round 1, 2, ... `site.rounds`: from `model` (else from `site.build`), or from `start` on."""
-    state = start if start is not None else _first_state(method, site, model)
+    state = start if start is not None else _first_state(method, engine, site, eligible, model)
     for t in range(state.round + 1, site.rounds + 1):
         here = replace(site, round=t)
         sampled = sample_clients(eligible, clients_per_round, site.seed, t)
@@ -79,12 +79,20 @@ def rounds(
         yield state
 
 
-def _first_state(method: Method, site: ServerSite, model: Tensors | None) -> RunState:
+def _first_state(
+    method: Method, engine: Engine, site: ServerSite, clients: Sequence[ClientId], model: Tensors | None = None
+) -> RunState:
     if model is None:
         model = site.build().state_dict()
     model = {name: t.detach().cpu().clone().contiguous() for name, t in model.items()}
+    survey: Tree = {}
+    if type(method).survey is not Method.survey:
+        for answer in engine.survey(clients):
+            flat = tree.flatten(answer)
+            survey = {name: t + survey[name] for name, t in flat.items()} if survey else flat
     with same_bits_everywhere():
-        return RunState(0, tree.ordered(method.init_server(model, replace(site, round=0))), {})
+        server = method.init_server(model, replace(site, round=0, survey=tree.unflatten(survey)))
+        return RunState(0, tree.ordered(server), {})
 
 
 def sample_clients(eligible: Sequence[ClientId], count: int, seed: int, round: int) -> list[ClientId]:
@@ -175,7 +183,9 @@ class Training:
         self.evaluate_every = evaluate_every
         self.eligible = [k for k in range(federation.num_clients) if federation.size(k) > 0]
         self.clients_per_round = clients_per_round or federation.num_clients
-        self.site = ServerSite(build, federation.num_clients, federation.num_classes, seed, 0, rounds, place)
+        self.site = ServerSite(
+            build, federation.num_clients, federation.num_classes, seed, 0, rounds, place, federation.auxiliary
+        )
         self.engine = engines.create(ClientHalf(method, federation, build, seed, rounds, place), workers)
 
     def steps(self, start: RunState | None = None, model: Tensors | None = None) -> Iterator[Step]:

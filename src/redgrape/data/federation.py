@@ -40,7 +40,8 @@ class Groups:
 
 
 class Federation:
-    """Clients 0 .. K-1 with their training examples, and a test set (with a validation set, where there is one).
+    """Clients 0 .. K-1 with their training examples, and a test set (with a validation set, and with a small balanced
+    auxiliary set of the server's own, where there are).
 
     Federation(clients=[Examples(x0, y0), Examples(x1, y1)], test=Examples(xt, yt), num_classes=4)
     """
@@ -52,6 +53,7 @@ class Federation:
         num_classes: int,
         *,
         validation: Examples | None = None,
+        auxiliary: Examples | None = None,
         class_names: Sequence[str] | None = None,
         tail: Sequence[int] | None = None,
     ) -> None:
@@ -72,7 +74,7 @@ class Federation:
         )
         ends = np.cumsum([len(c) for c in clients])
         parts = [np.arange(end - len(c), end) for c, end in zip(clients, ends, strict=True)]
-        self._set(pooled, parts, test, num_classes, validation, class_names, tail)
+        self._set(pooled, parts, test, num_classes, validation, auxiliary, class_names, tail)
 
     @classmethod
     def from_parts(
@@ -83,12 +85,13 @@ class Federation:
         num_classes: int,
         *,
         validation: Examples | None = None,
+        auxiliary: Examples | None = None,
         class_names: Sequence[str] | None = None,
         tail: Sequence[int] | None = None,
     ) -> Federation:
         """The same from one array of training examples and each client's rows of it, without a copy."""
         federation = cls.__new__(cls)
-        federation._set(train, parts, test, num_classes, validation, class_names, tail)
+        federation._set(train, parts, test, num_classes, validation, auxiliary, class_names, tail)
         return federation
 
     def _set(
@@ -98,6 +101,7 @@ class Federation:
         test: Examples,
         num_classes: int,
         validation: Examples | None,
+        auxiliary: Examples | None,
         class_names: Sequence[str] | None,
         tail: Sequence[int] | None,
     ) -> None:
@@ -112,7 +116,7 @@ class Federation:
             raise DataError(f"a client's rows reach from {rows.min()} to {rows.max()}; there are {len(train)} examples")
         if len(np.unique(rows)) < len(rows):
             raise DataError("an example belongs to two clients, or twice to one; every row may be named once")
-        for name, examples in (("test", test), ("validation", validation)):
+        for name, examples in (("test", test), ("validation", validation), ("auxiliary", auxiliary)):
             if examples is not None and _kind(examples) != _kind(train):
                 raise DataError(
                     f"{name} inputs are {_kind(examples)}, and training inputs {_kind(train)}; they must agree"
@@ -123,10 +127,13 @@ class Federation:
         test.check(num_classes, "test data")
         if validation is not None:
             validation.check(num_classes, "validation data")
+        if auxiliary is not None:
+            auxiliary.check(num_classes, "auxiliary data")
         self.train = train
         self.parts = [np.asarray(part, dtype=np.int64) for part in parts]
         self.test = test
         self.validation = validation
+        self.auxiliary = auxiliary
         self.num_classes = num_classes
         self.class_names = list(class_names) if class_names is not None else [str(c) for c in range(num_classes)]
         labels = train.labels.numpy()

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import numpy as np
+from numpy.typing import NDArray
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from redgrape.data import longtail
@@ -15,6 +16,8 @@ from redgrape.data.federation import Federation
 from redgrape.data.partition import Kind, partition
 from redgrape.data.sources import READERS, load
 from redgrape.errors import ConfigError
+
+Rows = NDArray[np.int64]
 
 
 def _list_to_tuple(value: Any) -> Any:
@@ -50,6 +53,12 @@ class DataOptions(BaseModel):
     )
     clients: int = Field(10, ge=1, description="number of clients; the natural partition brings its own")
     validation: int = Field(0, ge=0, le=10**9, description="training examples of each class held out for validation")
+    auxiliary: int = Field(
+        0,
+        ge=0,
+        le=10**9,
+        description="training examples of each class taken from the clients for methods that need them",
+    )
     crop: int = Field(0, ge=0, le=1000, description="augmentation: pad by so many pixels and cut a random window")
     flip: bool = Field(False, description="augmentation: mirror images by a coin")
     cutout: int = Field(0, ge=0, le=10_000, description="augmentation: blank a random square of so many pixels")
@@ -69,10 +78,12 @@ def prepare(options: DataOptions, seed: int, root: Path | None = None) -> Federa
     num_classes = len(source.class_names)
     labels = source.train.labels.numpy()
 
-    # before the long tail, so that the validation set is balanced where the data allows it
-    counts = np.bincount(labels, minlength=num_classes)
-    held_out = longtail.choose(labels, np.minimum(options.validation, counts // 2).tolist(), seed, "validation")
-    remaining = np.setdiff1d(np.arange(len(labels)), held_out)
+    # before the long tail, so that both sets are balanced where the data allows it
+    everything = np.arange(len(labels))
+    held_out = _balanced(labels, everything, num_classes, options.validation, seed, "validation")
+    remaining = np.setdiff1d(everything, held_out)
+    auxiliary = _balanced(labels, remaining, num_classes, options.auxiliary, seed, "auxiliary")
+    remaining = np.setdiff1d(remaining, auxiliary)
 
     sizes = _sizes(options, np.bincount(labels[remaining], minlength=num_classes).tolist())
     rows = remaining[longtail.choose(labels[remaining], sizes, seed)]
@@ -84,9 +95,16 @@ def prepare(options: DataOptions, seed: int, root: Path | None = None) -> Federa
         source.test,
         num_classes,
         validation=source.train.take(held_out) if options.validation else None,
+        auxiliary=source.train.take(auxiliary) if options.auxiliary else None,
         class_names=source.class_names,
         tail=options.tail_classes if options.imbalance == "binary" else None,
     )
+
+
+def _balanced(labels: Rows, rows: Rows, num_classes: int, size: int, seed: int, purpose: str) -> Rows:
+    """`size` of these rows of each class, at most half of a class."""
+    counts = np.bincount(labels[rows], minlength=num_classes)
+    return rows[longtail.choose(labels[rows], np.minimum(size, counts // 2).tolist(), seed, purpose)]
 
 
 def _sizes(options: DataOptions, counts: list[int]) -> list[int]:

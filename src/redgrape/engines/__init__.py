@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Literal, NamedTuple, Protocol, Self, TypeAlias
@@ -40,6 +40,10 @@ class Engine(Protocol):
         for fewer than were asked."""
         ...
 
+    def survey(self, clients: Sequence[ClientId]) -> Iterator[Tree]:
+        """These clients' answers to Method.survey, in the order of their ids."""
+        ...
+
     def evaluate(self, model: Tensors, split: Split) -> Scores: ...
 
     def close(self) -> None: ...
@@ -62,10 +66,8 @@ class ClientHalf:
     rounds: int
     device: torch.device
 
-    def run(self, client: ClientId, broadcast: Tree, state: Tree | None, round: int) -> Answer:
-        keep_freed_memory()
-        data = self.federation.client(client)
-        site = ClientSite(
+    def site(self, client: ClientId, round: int) -> ClientSite:
+        return ClientSite(
             self.build,
             self.federation.num_clients,
             self.federation.num_classes,
@@ -74,11 +76,20 @@ class ClientHalf:
             self.rounds,
             self.device,
             client,
-            data,
+            self.federation.client(client),
         )
+
+    def run(self, client: ClientId, broadcast: Tree, state: Tree | None, round: int) -> Answer:
+        keep_freed_memory()
+        site = self.site(client, round)
         with same_bits_everywhere(), keys.global_stream(keys.key(self.seed, "global", round, client)):
             before = self.method.init_client(broadcast) if state is None else state
             return Answer(*self.method.client_update(broadcast, before, site))
+
+    def survey(self, clients: Sequence[ClientId]) -> Iterator[Tree]:
+        for client in sorted(clients):
+            with same_bits_everywhere():
+                yield self.method.survey(self.site(client, 0))
 
     def examples(self, split: Split) -> Examples:
         examples = self.federation.test if split == "test" else self.federation.validation

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Self
 
@@ -22,6 +22,9 @@ class InProcess:
     ) -> Mapping[ClientId, Answer]:
         answers = ((k, self._half.run(k, broadcast, state, round)) for k, state in states.items())
         return {k: Answer(tree.ordered(update), tree.ordered(state)) for k, (update, state) in answers}
+
+    def survey(self, clients: Sequence[ClientId]) -> Iterator[Tree]:
+        return self._half.survey(clients)
 
     def evaluate(self, model: Tensors, split: Split) -> Scores:
         starts = evaluate.batch_starts(self._half.examples(split))

@@ -17,7 +17,7 @@ import time
 import traceback
 import types
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from types import TracebackType
@@ -75,6 +75,9 @@ class Pool:
         return {
             k: Answer(tree.from_bytes(update), tree.from_bytes(state)) for k, (update, state) in sorted(answers.items())
         }
+
+    def survey(self, clients: Sequence[ClientId]) -> Iterator[Tree]:
+        return self._half.survey(clients)
 
     def evaluate(self, model: Tensors, split: Split) -> Scores:
         starts = evaluate.batch_starts(self._half.examples(split))

@@ -143,6 +143,7 @@ class SharedFederation:
         federation = Federation.__new__(Federation)
         federation.train, federation.test = _look_into(f["train"]), _look_into(f["test"])
         federation.validation = None if f["validation"] is None else _look_into(f["validation"])
+        federation.auxiliary = None  # the server's own
         federation.parts = np.split(f["rows"], f["ends"][:-1])
         federation.num_classes, federation.class_names = f["num_classes"], f["class_names"]
         federation.client_counts, federation.groups = f["client_counts"], f["groups"]

@@ -12,14 +12,15 @@ averages what they changed, weighted by how many examples each has. RedGrape's p
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from redgrape import tree
-from redgrape.aggregation import client_report, mean_buffers, mean_delta
+from redgrape.aggregation import client_report, mean_buffers, mean_delta, sample_weights
 from redgrape.method import ClientId, ClientSite, Method, ServerSite
 from redgrape.tree import Tensors, Tree
 
@@ -32,6 +33,8 @@ class FedAvg(Method):
         "released": {"clip_norm": 1.0},  # the released RedGrape code clips the gradient in every method
     }
 
+    fidelity: ClassVar[str] = "from the paper"
+
     def init_server(self, model: Tensors, site: ServerSite) -> Tree:
         return {"model": model}
 
@@ -40,16 +43,21 @@ class FedAvg(Method):
 
     def client_update(self, broadcast: Tree, state: Tree, site: ClientSite) -> tuple[Tree, Tree]:
         net = self.load_for_training(broadcast["model"], site)
+        criterion = self.criterion(broadcast, site)
         optimizer = self.make_optimizer(net.parameters(), site)
         total = torch.zeros((), dtype=net.classifier.weight.dtype, device=site.device)
         for x, y in self.batches(site, net):
             optimizer.zero_grad()
-            loss = F.cross_entropy(net(x), y)
+            loss = criterion(net(x), y)
             loss.backward()
             self.step(optimizer)
             total += loss.detach() * len(y)
         mean_loss = total / (self.epochs * len(site.data))
         return client_report(net, broadcast["model"], len(site.data), mean_loss), state
+
+    def criterion(self, broadcast: Tree, site: ClientSite) -> Callable[[Tensor, Tensor], Tensor]:
+        """The loss of a batch's logits and labels; methods that only change the loss change this."""
+        return F.cross_entropy
 
     def server_update(self, server: Tree, updates: Mapping[ClientId, Tree], site: ServerSite) -> Tree:
         return {"model": self.averaged_model(server["model"], updates)}
@@ -57,6 +65,6 @@ class FedAvg(Method):
     def averaged_model(self, model: Tensors, updates: Mapping[ClientId, Tree]) -> Tensors:
         """theta + eta_s sum_k n_k / (sum_i n_i) delta_k; buffers are averaged plainly."""
         answers = list(updates.values())
-        weights = [float(u["count"]) for u in answers]
+        weights = sample_weights(answers)
         moved = tree.add(model, mean_delta(answers, weights), self.server_lr)
         return {**moved, **mean_buffers(answers, weights)}

@@ -35,7 +35,7 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from redgrape import tree
-from redgrape.aggregation import client_report, mean_delta
+from redgrape.aggregation import client_report, mean_delta, sample_weights
 from redgrape.classifier_gradients import class_mean_gradients, summed_gradient
 from redgrape.features import Statistics, features
 from redgrape.method import ClientId, ClientSite, ServerSite
@@ -97,6 +97,10 @@ class RedGrape(FedAvg):
             "prototype_view": "augmented",
         },
     }
+
+    fidelity: ClassVar[str] = (
+        "from the paper, with the preset `released` after the authors' code; docs/paper.md lists every choice"
+    )
 
     @model_validator(mode="after")
     def _threshold_counts_examples(self) -> Self:
@@ -190,7 +194,7 @@ class RedGrape(FedAvg):
         }
         if self.two_stream:  # Eq. (13) again
             answers = list(updates.values())
-            moved = mean_delta(answers, [float(u["count"]) for u in answers], "delta_W_hat")
+            moved = mean_delta(answers, sample_weights(answers), "delta_W_hat")
             new["W_hat"] = tree.add(server["W_hat"], moved, self.server_lr)
         return new
 
