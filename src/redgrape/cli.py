@@ -133,6 +133,9 @@ def _parser() -> argparse.ArgumentParser:
     _add_on_flag(command)
     command = add("methods", "inspection", "list the methods, or one with its hyper-parameters")
     command.add_argument("name", nargs="?", help="a method")
+    command.add_argument("--net", default="cnn", metavar="NAME", help="tell what is sent with this net (cnn)")
+    command.add_argument("--shape", type=_shape, default=(1, 28, 28), metavar="1,28,28", help="and such inputs")
+    command.add_argument("--classes", type=int, default=10, metavar="N", help="and so many classes (10)")
 
     data = commands.add_parser("data", help="look at data or fetch it", description="Look at data or fetch it.")
     parts = data.add_subparsers(required=True, metavar="COMMAND", parser_class=_Parser)
@@ -193,6 +196,16 @@ def _positive(text: str) -> int:
     if not (text.isdecimal() and int(text) > 0):
         raise argparse.ArgumentTypeError(f"'{text}' is not a whole number of at least 1")
     return int(text)
+
+
+def _shape(text: str) -> tuple[int, ...]:
+    try:
+        shape = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        shape = ()
+    if not shape or min(shape) < 1:
+        raise argparse.ArgumentTypeError(f"'{text}' is not a shape such as 1,28,28 or 512")
+    return shape
 
 
 def _seeds(text: str) -> list[int]:

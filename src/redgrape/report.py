@@ -13,6 +13,7 @@ from typing import Any
 from redgrape.errors import ConfigError, StorageError
 
 FIGURES = ("accuracy", "balanced", "head", "middle", "tail")
+EXTRA_DATA = " †"
 TITLES = {"accuracy": "overall", "balanced": "class-balanced", "head": "head", "middle": "middle", "tail": "tail"}
 
 
@@ -50,7 +51,7 @@ class RunView:
         return {
             "run": str(self.path),
             "method": self.label,
-            "data": f"{Path(data['source']).stem} {data['imbalance']} IR {data['ir']:g}",
+            "data": f"{Path(data['source']).stem} {data['imbalance']}" + _ratio(data),
             "seed": self.experiment["seed"],
             "done": self.rounds_done,
             "rounds": self.experiment["rounds"],
@@ -65,6 +66,10 @@ class RunView:
     @property
     def label(self) -> str:
         return run_label(self.experiment["method"])
+
+
+def _ratio(data: dict[str, Any]) -> str:
+    return "" if data["imbalance"] == "natural" else f" IR {data['ir']:g}"
 
 
 def run_label(method: dict[str, Any]) -> str:
@@ -97,6 +102,11 @@ class Result:
             raise ConfigError(f"'{run.path}' was run without a validation set; hold one out with -c data.validation=10")
         return dict(means)
 
+    @property
+    def title(self) -> str:
+        """The label, marked where the method was given data that the others do without."""
+        return self.label + (EXTRA_DATA if any(_summary(run).get("extra_data") for run in self.runs) else "")
+
     def per_class(self) -> list[list[float]]:
         """For each class, the seeds' accuracies."""
         classes = zip(*[_summary(run)["per_class"] for run in self.runs], strict=True)
@@ -128,7 +138,7 @@ def cell(values: Sequence[float]) -> str:
 
 
 def rows(results: Sequence[Result]) -> list[list[str]]:
-    return [[r.label, str(len(r.runs)), *[cell(r.values(figure)) for figure in FIGURES]] for r in results]
+    return [[r.title, str(len(r.runs)), *[cell(r.values(figure)) for figure in FIGURES]] for r in results]
 
 
 HEADER = ["method", "seeds", *[TITLES[figure] for figure in FIGURES]]
@@ -138,7 +148,8 @@ def caption(results: Sequence[Result]) -> str:
     rounds = sorted({len(_summary(run)["averaged_rounds"]) for r in results for run in r.runs})
     over = f"the last {rounds[0]} evaluated rounds" if len(rounds) == 1 else "the last evaluated rounds"
     seeds = ", mean ± standard deviation over seeds" if any(len(r.runs) > 1 for r in results) else ""
-    return f"{results[0].on} accuracy in %, mean of {over}{seeds}"
+    extra = f";{EXTRA_DATA} uses extra balanced data at the server" if any(r.title != r.label for r in results) else ""
+    return f"{results[0].on} accuracy in %, mean of {over}{seeds}{extra}"
 
 
 def markdown(results: Sequence[Result]) -> str:

@@ -156,7 +156,7 @@ def contents(federation: Federation) -> str:
     """SHA-256 over what the split's rows hold, the clients' and those for evaluation."""
     digest = hashlib.sha256()
     clients = [federation.client(k) for k in range(federation.num_clients)]
-    for examples in (*clients, federation.test, federation.validation):
+    for examples in (*clients, federation.test, federation.validation, federation.auxiliary):
         if examples is not None:
             digest.update(examples.labels.numpy().astype("<i8").tobytes())
             for start in range(0, len(examples), 4096):  # in blocks: x may be larger than memory
@@ -173,6 +173,7 @@ def summarize(folder: RunFolder, experiment: Experiment, state: Any) -> dict[str
     return {
         "experiment": experiment.hash(),
         "method": experiment.method.name,
+        "extra_data": experiment.method.create().uses_auxiliary,
         "seed": experiment.seed,
         "rounds": experiment.rounds,
         "split": folder.environment()["split"],

@@ -86,16 +86,7 @@ def methods(options: argparse.Namespace) -> None:
     from redgrape import methods as found
 
     if options.name is None:
-        lines = {name: _first_line(found.load(name)) for name in found.names()}
-        if options.json:
-            print(json.dumps(lines))
-            return
-        table = Table()
-        table.add_column("method")
-        table.add_column("what it does")
-        for name, line in lines.items():
-            table.add_row(name, line)
-        Console().print(table)
+        _list_methods(options)
         return
     method = found.load(options.name)
     fields = {
@@ -107,7 +98,8 @@ def methods(options: argparse.Namespace) -> None:
     }
     if options.json:
         presets = {name: dict(values) for name, values in method.presets.items()}
-        print(json.dumps(report.plain({"name": options.name, "hyper_parameters": fields, "presets": presets})))
+        facts = {"name": options.name, "fidelity": method.fidelity, "hyper_parameters": fields, "presets": presets}
+        print(json.dumps(report.plain(facts)))
         return
     print((sys.modules[method.__module__].__doc__ or "").strip())
     table = Table(title="hyper-parameters")
@@ -120,6 +112,45 @@ def methods(options: argparse.Namespace) -> None:
     for name, values in method.presets.items():
         settings = ", ".join(f"{key}={_shown(value)}" for key, value in values.items()) or "the defaults"
         console.print(Text(f"preset {name}: {settings}"))
+    console.print(Text(f"fidelity: {method.fidelity or 'not stated'}"))
+
+
+def _list_methods(options: argparse.Namespace) -> None:
+    """Every method with a line, what it sends with the net asked for, what it assumes, and what it was written from."""
+    from redgrape import methods as found
+    from redgrape.payload import payload
+
+    rows: list[dict[str, Any]] = []
+    for name in found.names():
+        method = found.load(name)
+        size = payload(method(), options.net, options.shape, options.classes)
+        assumes = [
+            *(["balanced data at the server"] if method.uses_auxiliary else []),
+            *(["state at the clients"] if size.kept else []),
+            *(["the clients' summed class counts"] if size.surveyed else []),
+        ]
+        rows.append(
+            {
+                "method": name,
+                "what": _first_line(method),
+                "down": size.down,
+                "up": size.up,
+                "assumes": ", ".join(assumes) or "nothing",
+                "source": method.fidelity.partition(";")[0],
+            }
+        )
+    if options.json:
+        print(json.dumps(rows))
+        return
+    shape = "x".join(map(str, options.shape))
+    caption = f"MB that a client receives and sends in a round with {options.net}, {shape}, {options.classes} classes"
+    table = Table(caption=caption, caption_justify="left")
+    for title in ("method", "what it does", "down", "up", "assumes", "written from"):
+        table.add_column(title, justify="right" if title in {"down", "up"} else "left")
+    for row in rows:
+        megabytes = [f"{row[key] / 1e6:.2f}" for key in ("down", "up")]
+        table.add_row(row["method"], row["what"], *megabytes, row["assumes"], row["source"])
+    Console().print(table)
 
 
 def _first_line(method: type[Any]) -> str:

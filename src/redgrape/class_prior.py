@@ -1,0 +1,118 @@
+"""Where a method gets the class prior from, as an axis of its own.
+
+    local       every client uses its own class counts; nothing is sent
+    global      the clients' counts, summed before the first round as a secure sum could
+    estimated   from what the server sees anyway: how the first round's updates, which are trained without a prior,
+                moved the classifier's bias and weights
+
+The estimate. In the first steps the features say little, and a client's classifier mostly learns the class prior pi.
+For a softmax with bias b and mean feature h, gradient steps move the bias by db = step (pi - p), and every row of the
+weights by db times h, so that class c's logit moves (1 + |h|^2) times as far as its bias. h itself is seen in the
+update: the rows of dW are db_c h. So the server finds the pi whose simulated bias arrives where the clients' average
+bias did.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Literal, TypeAlias
+
+import torch
+from torch import Tensor
+
+from redgrape.errors import ConfigError
+from redgrape.tree import Tensors, Tree
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from redgrape.local import LocalTraining
+    from redgrape.method import ClientSite, ServerSite
+
+PriorSource: TypeAlias = Literal["local", "global", "estimated"]
+
+_ITERATIONS, _SLICES = 30, 200
+_EPS = 1e-8  # a class without examples: its logit is pushed down so far that it plays no role
+
+
+def survey(source: PriorSource, site: ClientSite) -> Tree:
+    """A client's answer before the first round: its class counts, where the global prior is asked for."""
+    return {"class_counts": class_counts(site)} if source == "global" else {}
+
+
+def check(source: PriorSource, method: LocalTraining) -> None:
+    """Raise ValueError where the estimate, which reckons with the steps of plain sgd, would be wrong without a word."""
+    if source == "estimated" and (method.optimizer != "sgd" or method.clip_norm is not None):
+        raise ValueError("prior=estimated needs optimizer=sgd without clip_norm; choose prior=global or local")
+
+
+def class_counts(site: ClientSite) -> Tensor:
+    return torch.bincount(site.data.labels, minlength=site.num_classes)
+
+
+def first_prior(source: PriorSource, model: Tensors, site: ServerSite) -> Tensor:
+    """The server's prior before the first round: shares [C], uniform where nothing is known yet."""
+    if source == "estimated" and "classifier.bias" not in model:
+        raise ConfigError("prior=estimated needs a classifier with a bias; choose prior=global or local")
+    if source == "global":
+        counts: Tensor = site.survey["class_counts"].double()
+        return counts / counts.sum()
+    return torch.full((site.num_classes,), 1 / site.num_classes, dtype=torch.float64)
+
+
+def next_prior(
+    source: PriorSource, prior: Tensor, updates: Iterable[Tree], method: LocalTraining, site: ServerSite
+) -> Tensor:
+    """The server's prior after a round: estimated once, from the round that was trained without any."""
+    if source != "estimated" or site.round != 1:
+        return prior
+    total = torch.zeros_like(prior)
+    for update in updates:
+        walked = method.learning_rate(site) * method.effective_steps(method.steps(int(update["count"])))
+        delta = update["delta"]
+        total += float(update["count"]) * estimate_prior(delta["classifier.weight"], delta["classifier.bias"], walked)
+    return total / total.sum()
+
+
+def client_log_prior(source: PriorSource, prior: Tensor, site: ClientSite) -> Tensor:
+    """log pi_c for a client's training, by the source."""
+    return log_prior(class_counts(site) if source == "local" else prior).to(site.device)
+
+
+def log_prior(counts: Tensor) -> Tensor:
+    """log pi_c from counts or shares; a class without any gets log 1e-8."""
+    share = counts.double() / counts.double().sum()
+    return torch.log(share.clamp(min=_EPS))
+
+
+def estimate_prior(weight: Tensor, bias: Tensor, walked: float) -> Tensor:
+    """pi from the changes `weight` [C, d] and `bias` [C] of a classifier that started with logits near zero; `walked`
+    is the learning rate times the number of plain steps.
+
+    The bias moved by the integral of pi - p over `walked`, so pi = bias / walked + the mean of p on the way, and p on
+    the way follows from pi: a fixed point, begun at the p that the change arrived at.
+    """
+    moved = bias.double() - bias.double().mean()  # softmax does not see a common shift
+    if walked <= 0 or float(moved.abs().max()) == 0:
+        return torch.full_like(moved, 1 / len(moved))
+    h = (moved[:, None] * weight.double()).sum(dim=0) / moved.square().sum()
+    gain = 1 + float(h.square().sum())
+    pi = torch.softmax(gain * moved, dim=0)
+    for _ in range(_ITERATIONS):
+        pi = (moved / walked + _mean_on_the_way(pi, gain, walked)).clamp(min=_EPS)
+        pi = pi / pi.sum()
+    return pi
+
+
+def _mean_on_the_way(pi: Tensor, gain: float, walked: float) -> Tensor:
+    """The mean of p = softmax(gain b) while b follows db = (pi - p) dt from zero over `walked`."""
+    b, total = torch.zeros_like(pi), torch.zeros_like(pi)
+    dt = walked / _SLICES
+    # The step of an exponential integrator with the softmax's largest slope, 1/4: stable where gain * dt is large.
+    rate = gain / 4
+    step = (1 - math.exp(-rate * dt)) / rate
+    for _ in range(_SLICES):
+        p = torch.softmax(gain * b, dim=0)
+        total += p
+        b = b + step * (pi - p)
+    return total / _SLICES

@@ -1,0 +1,76 @@
+"""Features whose classifier gradients match given ones, without double backward.
+
+For the features F [n, d] of one class c, p = softmax(W F^T + b) [C, n] and R = (p - e_c) / n, the mean cross-entropy
+has the gradients g_W = R F and g_b = R 1. With A = dD/dg_W and a = dD/dg_b of a distance D to the given gradients,
+
+    dD/dF = R^T A + [ p * (Q - sum_j p_j Q_j) / n ]^T W,      Q = A F^T + a 1^T
+
+All classes are done at once. Examples are the last axis because torch's softmax is ten times slower over a short last
+axis.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, TypeAlias
+
+import torch
+from torch import Tensor
+
+from redgrape.tree import Tensors
+
+Distance: TypeAlias = Literal["rows", "whole"]
+
+_EPS = 1e-6
+
+
+def class_gradients(features: Tensor, classes: Tensor, W: Tensor, b: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """p [m, C, n], R [m, C, n] and the gradients g_W [m, C, d], g_b [m, C] of the features [m, n, d] of m classes."""
+    p = torch.softmax(W @ features.transpose(1, 2) + b[:, None], dim=1)
+    R = (p - torch.eye(len(W), dtype=W.dtype)[classes, :, None]).div_(features.shape[1])
+    return p, R, R @ features, R.sum(dim=2)
+
+
+def _one_minus_cosine(u: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """1 - u.v / (|u| |v| + eps) over the last axis, and its gradient with respect to u."""
+    dot = (u * v).sum(dim=-1, keepdim=True)
+    size_u, size_v = u.norm(dim=-1, keepdim=True), v.norm(dim=-1, keepdim=True)
+    below = size_u * size_v + _EPS
+    gradient = -v / below + dot * size_v * u / (size_u.clamp(min=1e-30) * below.square())
+    return (1 - dot / below).squeeze(-1), gradient
+
+
+def distance(g_W: Tensor, g_b: Tensor, target: Tensors, kind: Distance) -> tuple[Tensor, Tensor, Tensor]:
+    """D [m] between gradients and targets, with its gradients A [m, C, d] and a [m, C]. `rows`: the sum over output
+    rows of 1 - cosine, and the bias as one row more. `whole`: 1 - cosine of weight and bias as one vector.
+    """
+    if kind == "rows":
+        rows, A = _one_minus_cosine(g_W, target["weight"])
+        bias, a = _one_minus_cosine(g_b, target["bias"])
+        return rows.sum(dim=1) + bias, A, a
+    m, C, d = g_W.shape
+    whole, both = _one_minus_cosine(
+        torch.cat([g_W.reshape(m, -1), g_b], dim=1), torch.cat([target["weight"].reshape(m, -1), target["bias"]], dim=1)
+    )
+    return whole, both[:, : C * d].reshape(m, C, d), both[:, C * d :]
+
+
+@torch.no_grad()
+def matching_gradient(
+    features: Tensor, classes: Tensor, W: Tensor, b: Tensor, target: Tensors, kind: Distance
+) -> tuple[Tensor, Tensor]:
+    """The summed distance, and dD/dF [m, n, d]."""
+    p, R, g_W, g_b = class_gradients(features, classes, W, b)
+    D, A, a = distance(g_W, g_b, target, kind)
+    Q = torch.baddbmm(a[:, :, None], A, features.transpose(1, 2))
+    through_softmax = Q.sub_((p * Q).sum(dim=1, keepdim=True)).mul_(p).div_(features.shape[1])
+    return D.sum(), (through_softmax.transpose(1, 2) @ W).baddbmm_(R.transpose(1, 2), A)
+
+
+def match(
+    features: Tensor, classes: Tensor, W: Tensor, b: Tensor, target: Tensors, kind: Distance, steps: int, lr: float
+) -> Tensor:
+    """The features after so many gradient steps on D."""
+    features = features.clone()
+    for _ in range(steps):
+        features.sub_(matching_gradient(features, classes, W, b, target, kind)[1], alpha=lr)
+    return features

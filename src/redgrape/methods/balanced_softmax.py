@@ -1,0 +1,62 @@
+"""Balanced softmax: the class counts inside the softmax of the training loss.
+
+Ren et al., "Balanced Meta-Softmax for Long-Tailed Visual Recognition", NeurIPS 2020,
+https://arxiv.org/abs/2007.10740. If training sees class c in proportion n_c but tests see all classes alike, the
+softmax that is right for the training data is n_c exp(z_c) / sum_j n_j exp(z_j). Training with it leaves logits that
+are right for the balanced test. Used in federated averaging with the counts from a source of choice (see
+class_prior.py).
+
+    client  loss = CE(z + log n, y);   inference uses z alone
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import ClassVar, Self
+
+import torch.nn.functional as F
+from pydantic import Field, model_validator
+from torch import Tensor
+
+from redgrape import class_prior
+from redgrape.class_prior import PriorSource
+from redgrape.method import ClientId, ClientSite, ServerSite
+from redgrape.methods.fedavg import FedAvg
+from redgrape.tree import Tensors, Tree
+
+
+class BalancedSoftmax(FedAvg):
+    """FedAvg with the class counts inside the training softmax."""
+
+    prior: PriorSource = Field(
+        "global", description="whose counts: the client's own, all clients' summed, or an estimate"
+    )
+
+    fidelity: ClassVar[str] = (
+        "the loss from its paper; the sources of the counts are ours, and `estimated` is an estimator of our own"
+    )
+
+    @model_validator(mode="after")
+    def _estimate_fits_training(self) -> Self:
+        class_prior.check(self.prior, self)
+        return self
+
+    def survey(self, site: ClientSite) -> Tree:
+        return class_prior.survey(self.prior, site)
+
+    def init_server(self, model: Tensors, site: ServerSite) -> Tree:
+        return {"model": model, "prior": class_prior.first_prior(self.prior, model, site)}
+
+    def broadcast(self, server: Tree) -> Tree:
+        return {"model": server["model"], "prior": server["prior"]}
+
+    def criterion(self, broadcast: Tree, site: ClientSite) -> Callable[[Tensor, Tensor], Tensor]:
+        log_prior = class_prior.client_log_prior(self.prior, broadcast["prior"], site)
+        return lambda z, y: F.cross_entropy(z + log_prior.to(z.dtype), y)
+
+    def server_update(self, server: Tree, updates: Mapping[ClientId, Tree], site: ServerSite) -> Tree:
+        prior = class_prior.next_prior(self.prior, server["prior"], updates.values(), self, site)
+        return {"model": self.averaged_model(server["model"], updates), "prior": prior}
+
+    def log(self, server: Tree, updates: Mapping[ClientId, Tree]) -> Mapping[str, Tensor]:
+        return {"prior": server["prior"]}

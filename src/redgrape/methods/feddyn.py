@@ -1,0 +1,67 @@
+"""FedDyn: dynamic regularisation makes the clients' optima agree with the global one.
+
+Acar et al., "Federated Learning Based on Dynamic Regularization", ICLR 2021, https://arxiv.org/abs/2111.04263. A
+linear and a quadratic term are added to every client's loss, such that at a fixed point the local first-order
+conditions hold at the common model. The clients keep the linear term g_k, the server the sum h of what they moved.
+
+    client  minimises  f_k(theta) - <g_k, theta> + a/2 ||theta - theta^t||^2,   g_k <- g_k - a (theta_k - theta^t)
+    server  h <- h - a/N sum_{k in C} (theta_k - theta^t),   theta^{t+1} <- mean_{k in C} theta_k - h / a
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field
+
+from redgrape import tree
+from redgrape.aggregation import client_report, mean_buffers, mean_delta, sample_weights, zeros_like_parameters
+from redgrape.method import ClientId, ClientSite, ServerSite
+from redgrape.methods.fedavg import FedAvg
+from redgrape.tree import Tensors, Tree
+
+
+class FedDyn(FedAvg):
+    """A dynamic regulariser at every client makes local optima agree with the global one."""
+
+    a: float = Field(0.01, gt=0, allow_inf_nan=False, description="strength of the regulariser (alpha in the paper)")
+    momentum: float = Field(0.0, ge=0, lt=1, description="momentum of sgd; the paper has none")
+
+    fidelity: ClassVar[str] = (
+        "from the paper; the released code scales a by the client's share of the data and evaluates the clients' mean"
+    )
+
+    def init_server(self, model: Tensors, site: ServerSite) -> Tree:
+        return {"model": model, "h": zeros_like_parameters(model, site)}
+
+    def broadcast(self, server: Tree) -> Tree:
+        return {"model": server["model"]}
+
+    def client_update(self, broadcast: Tree, state: Tree, site: ClientSite) -> tuple[Tree, Tree]:
+        net = self.load_for_training(broadcast["model"], site)
+        anchor = {name: p.detach().clone() for name, p in net.named_parameters()}
+        g = state.get("g", {name: torch.zeros_like(p, device="cpu") for name, p in anchor.items()})
+        linear = {name: t.to(site.device) for name, t in g.items()}
+        optimizer = self.make_optimizer(net.parameters(), site)
+        total = torch.zeros((), dtype=net.classifier.weight.dtype, device=site.device)
+        for x, y in self.batches(site, net):
+            optimizer.zero_grad()
+            loss = F.cross_entropy(net(x), y)
+            loss.backward()
+            for name, p in net.named_parameters():
+                if p.grad is not None:
+                    p.grad.add_(p.detach() - anchor[name], alpha=self.a).sub_(linear[name])
+            self.step(optimizer)
+            total += loss.detach() * len(y)
+        update = client_report(net, broadcast["model"], len(site.data), total / (self.epochs * len(site.data)))
+        return update, {"g": tree.add(g, update["delta"], -self.a)}
+
+    def server_update(self, server: Tree, updates: Mapping[ClientId, Tree], site: ServerSite) -> Tree:
+        answers = list(updates.values())
+        mean = mean_delta(answers, [1.0] * len(answers))
+        h = tree.add(server["h"], mean, -self.a * len(answers) / site.num_clients)
+        moved = tree.add(tree.add(server["model"], mean, self.server_lr), {name: h[name] for name in mean}, -1 / self.a)
+        return {"model": {**moved, **mean_buffers(answers, sample_weights(answers))}, "h": h}

@@ -1,0 +1,134 @@
+"""FEDIC: calibrated distillation from an ensemble of the clients' models.
+
+Shang et al., "FEDIC: Federated Learning on Non-IID and Long-Tailed Data via Calibrated Distillation", ICME 2022,
+https://arxiv.org/abs/2205.00172. The clients' models together know more than their average. With a small balanced set
+the server learns how to weight their logits, how to calibrate the ensemble by class, and how far to trust a
+fine-tuned model instead, and distils the result into the averaged model. It needs extra data: `data.auxiliary`
+examples a class, which no client then holds.
+
+    server  theta <- FedAvg                                      theta_2 <- theta fine-tuned on the balanced set
+            a_j = sigmoid(z_j . s + b_0), normalised over clients j;     ensemble = sum_j a_j z_j
+            calibrated = ensemble * scale + bias;     gate = sigmoid(w . mean_j h_j)
+            teacher = gate * calibrated + (1 - gate) * z_2       s, b_0, scale, bias, w trained on the balanced set
+            theta <- theta trained on  1/2 KL(teacher / T || student / T) + 1/2 CE
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field
+from torch import Tensor
+
+from redgrape import keys, tree
+from redgrape.evaluate import BATCH
+from redgrape.method import ClientId, ServerSite
+from redgrape.methods.fedavg import FedAvg
+from redgrape.nets.net import Net
+from redgrape.tree import Tensors, Tree
+
+
+class Fedic(FedAvg):
+    """Distils a calibrated ensemble of the clients' models into the average (needs auxiliary data)."""
+
+    server_steps: int = Field(100, ge=1, description="steps of fine-tuning, of calibration and of distillation")
+    adam_lr: float = Field(1e-3, gt=0, allow_inf_nan=False, description="learning rate of all three (Adam)")
+    adam_weight_decay: float = Field(2e-4, ge=0, allow_inf_nan=False, description="weight decay of net training")
+    labelled_batch: int = Field(20, ge=1, description="balanced examples a step")
+    transfer_batch: int = Field(128, ge=1, description="examples a step of distillation")
+    temperature: float = Field(2.0, gt=0, allow_inf_nan=False, description="T of the distillation")
+
+    uses_auxiliary: ClassVar[bool] = True
+    fidelity: ClassVar[str] = (
+        "from the authors' code read at second hand; the balanced set also serves as the unlabelled transfer set, "
+        "which the original takes from another data set; Adam starts anew each round; how the calibration starts is "
+        "our choice"
+    )
+
+    def init_server(self, model: Tensors, site: ServerSite) -> Tree:
+        site.auxiliary_set()
+        return {"model": model}
+
+    def server_update(self, server: Tree, updates: Mapping[ClientId, Tree], site: ServerSite) -> Tree:
+        averaged = self.averaged_model(server["model"], updates)
+        y = site.auxiliary_set().labels.to(site.device)
+        clients = [
+            _outputs(site.load({**tree.add(server["model"], u["delta"]), **u.get("buffers", {})}), site)
+            for u in updates.values()
+        ]
+        z = torch.stack([logits for logits, _ in clients])  # [clients, n, C]
+        h = torch.stack([features for _, features in clients]).mean(dim=0)  # [n, d]
+        with keys.global_stream(keys.key(site.seed, "server training", site.round)):  # dropout draws from it
+            z_2 = _outputs(self._fine_tuned(averaged, y, site), site)[0]
+            teacher = self._calibrated(z, h, z_2, y, site)
+            student = self._distilled(averaged, teacher, y, site)
+        return {"model": {name: t.detach().cpu().clone().contiguous() for name, t in student.state_dict().items()}}
+
+    def _fine_tuned(self, model: Tensors, y: Tensor, site: ServerSite) -> Net:
+        net, optimizer = self._trainable(model, site)
+        for rows in _draws(len(y), self.labelled_batch, self.server_steps, site.generator("fine-tuning")):
+            optimizer.zero_grad()
+            F.cross_entropy(net(site.inputs(rows, net.classifier.weight.dtype)), y[rows]).backward()
+            optimizer.step()
+        return net
+
+    def _calibrated(self, z: Tensor, h: Tensor, z_2: Tensor, y: Tensor, site: ServerSite) -> Tensor:
+        """The teacher's logits on the balanced set. It starts as the plain ensemble, half gated."""
+        C, d = z.shape[2], h.shape[1]
+        s, b_0, w = (torch.zeros(n, dtype=z.dtype, device=z.device, requires_grad=True) for n in (C, 1, d))
+        scale = torch.ones(C, dtype=z.dtype, device=z.device, requires_grad=True)
+        bias = torch.zeros(C, dtype=z.dtype, device=z.device, requires_grad=True)
+
+        def teacher(rows: Tensor) -> Tensor:
+            a = torch.sigmoid(z[:, rows] @ s + b_0)
+            ensemble = ((a / a.sum(dim=0)).unsqueeze(2) * z[:, rows]).sum(dim=0)
+            gate = torch.sigmoid(h[rows] @ w).unsqueeze(1)
+            return gate * (ensemble * scale + bias) + (1 - gate) * z_2[rows]
+
+        optimizer = torch.optim.Adam([s, b_0, scale, bias, w], lr=self.adam_lr)
+        for rows in _draws(len(y), self.labelled_batch, self.server_steps, site.generator("calibration")):
+            optimizer.zero_grad()
+            F.cross_entropy(teacher(rows), y[rows]).backward()
+            optimizer.step()
+        with torch.no_grad():
+            return teacher(torch.arange(len(y)))
+
+    def _distilled(self, model: Tensors, teacher: Tensor, y: Tensor, site: ServerSite) -> Net:
+        net, optimizer = self._trainable(model, site)
+        target = torch.log_softmax(teacher / self.temperature, dim=1)
+        transfer = _draws(len(y), self.transfer_batch, self.server_steps, site.generator("transfer"))
+        labelled = _draws(len(y), self.labelled_batch, self.server_steps, site.generator("distillation"))
+        for unlabelled_rows, rows in zip(transfer, labelled, strict=True):
+            optimizer.zero_grad()
+            z = net(site.inputs(unlabelled_rows, net.classifier.weight.dtype))
+            student = torch.log_softmax(z / self.temperature, dim=1)
+            kl = F.kl_div(student, target[unlabelled_rows], reduction="batchmean", log_target=True)
+            ce = F.cross_entropy(net(site.inputs(rows, net.classifier.weight.dtype)), y[rows])
+            (0.5 * kl + 0.5 * ce).backward()
+            optimizer.step()
+        return net
+
+    def _trainable(self, model: Tensors, site: ServerSite) -> tuple[Net, torch.optim.Optimizer]:
+        net = site.load(model)
+        if self.freeze_encoder:
+            net.encoder.requires_grad_(False).eval()
+        trained = [p for p in net.parameters() if p.requires_grad]
+        return net, torch.optim.Adam(trained, lr=self.adam_lr, weight_decay=self.adam_weight_decay, fused=True)
+
+
+@torch.no_grad()
+def _outputs(net: Net, site: ServerSite) -> tuple[Tensor, Tensor]:
+    """Logits and features of the balanced set, in evaluation mode."""
+    net.eval()
+    batches = torch.arange(len(site.auxiliary_set())).split(BATCH)
+    h = torch.cat([net.encoder(site.inputs(rows, net.classifier.weight.dtype)) for rows in batches])
+    return net.classifier(h), h
+
+
+def _draws(n: int, size: int, steps: int, random: torch.Generator) -> Iterator[Tensor]:
+    """So many random subsets of n rows; at least two rows each, which BatchNorm needs, where there are two."""
+    for _ in range(steps):
+        yield torch.randperm(n, generator=random)[: max(2, size)]

@@ -1,0 +1,91 @@
+"""Logit adjustment: logits shifted by the log prior, in training or after it.
+
+Menon et al., "Long-tail learning via logit adjustment", ICLR 2021, https://arxiv.org/abs/2007.07314. The classifier
+with the best balanced error takes the class whose logit exceeds its log prior most. That can be trained for, by
+adding tau log pi to the logits inside the loss, or done post hoc, by subtracting it from the logits of an ordinary
+model. With a uniform prior both are FedAvg.
+
+    training   loss = CE(z + tau log pi, y);   inference uses z                                   Eq. (10) of the paper
+    post hoc   loss = CE(z, y);   inference uses z - tau log pi, which is a shift of the bias      Eq. (9) of the paper
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, Literal, Self
+
+import torch.nn.functional as F
+from pydantic import Field, model_validator
+from torch import Tensor
+
+from redgrape import class_prior
+from redgrape.class_prior import PriorSource
+from redgrape.errors import ConfigError
+from redgrape.method import ClientId, ClientSite, ServerSite
+from redgrape.methods.fedavg import FedAvg
+from redgrape.tree import Tensors, Tree
+
+_BIAS = "classifier.bias"
+
+
+class LogitAdjustment(FedAvg):
+    """FedAvg with logits shifted by the log prior, in training or post hoc."""
+
+    tau: float = Field(1.0, ge=0, allow_inf_nan=False, description="strength of the shift")
+    stage: Literal["training", "post_hoc"] = Field("training", description="shift inside the loss, or the trained bias")
+    prior: PriorSource = Field(
+        "global", description="whose counts: the client's own, all clients' summed, or an estimate"
+    )
+
+    fidelity: ClassVar[str] = (
+        "from its paper; the sources of the prior are ours, and `estimated` is an estimator of our own"
+    )
+
+    @model_validator(mode="after")
+    def _prior_is_to_be_had(self) -> Self:
+        class_prior.check(self.prior, self)
+        if self.stage == "post_hoc" and self.prior == "local":
+            raise ValueError(
+                "stage is post_hoc with a local prior; the server has no counts: choose global or estimated"
+            )
+        return self
+
+    def survey(self, site: ClientSite) -> Tree:
+        return class_prior.survey(self.prior, site)
+
+    def init_server(self, model: Tensors, site: ServerSite) -> Tree:
+        if self.stage == "post_hoc" and _BIAS not in model:
+            raise ConfigError(
+                "stage=post_hoc shifts the classifier's bias, and this net has none; choose stage=training"
+            )
+        return self._server(model, class_prior.first_prior(self.prior, model, site))
+
+    def _server(self, model: Tensors, prior: Tensor) -> dict[str, Any]:
+        """The deployed model has the shifted bias; the bias that training goes on with stands beside it."""
+        if self.stage == "training":
+            return {"model": model, "prior": prior}
+        shift = self.tau * class_prior.log_prior(prior).to(model[_BIAS].dtype)
+        return {"model": {**model, _BIAS: model[_BIAS] - shift}, "prior": prior, "trained_bias": model[_BIAS]}
+
+    def broadcast(self, server: Tree) -> Tree:
+        if self.stage == "training":
+            return {"model": server["model"], "prior": server["prior"]}
+        return {"model": _with_trained_bias(server)}
+
+    def criterion(self, broadcast: Tree, site: ClientSite) -> Callable[[Tensor, Tensor], Tensor]:
+        if self.stage == "post_hoc":
+            return F.cross_entropy
+        shift = self.tau * class_prior.client_log_prior(self.prior, broadcast["prior"], site)
+        return lambda z, y: F.cross_entropy(z + shift.to(z.dtype), y)
+
+    def server_update(self, server: Tree, updates: Mapping[ClientId, Tree], site: ServerSite) -> Tree:
+        prior = class_prior.next_prior(self.prior, server["prior"], updates.values(), self, site)
+        model = server["model"] if self.stage == "training" else _with_trained_bias(server)
+        return self._server(self.averaged_model(model, updates), prior)
+
+    def log(self, server: Tree, updates: Mapping[ClientId, Tree]) -> Mapping[str, Tensor]:
+        return {"prior": server["prior"]}
+
+
+def _with_trained_bias(server: Tree) -> Tensors:
+    return {**server["model"], _BIAS: server["trained_bias"]}
