@@ -13,12 +13,13 @@ Check it:  python examples/my_method.py
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Callable
+
 import torch.nn.functional as F
 from pydantic import Field
+from torch import Tensor
 
 from redgrape import ClientSite
-from redgrape.aggregation import client_report
 from redgrape.methods.fedavg import FedAvg
 from redgrape.tree import Tree
 
@@ -28,18 +29,8 @@ class LabelSmoothing(FedAvg):
 
     smoothing: float = Field(0.1, ge=0, lt=1, description="s, the share of a label that is spread over all classes")
 
-    def client_update(self, broadcast: Tree, state: Tree, site: ClientSite) -> tuple[Tree, Tree]:
-        net = self.load_for_training(broadcast["model"], site)
-        optimizer = self.make_optimizer(net.parameters(), site)
-        total = torch.zeros((), dtype=net.classifier.weight.dtype, device=site.device)
-        for x, y in self.batches(site, net):
-            optimizer.zero_grad()
-            loss = F.cross_entropy(net(x), y, label_smoothing=self.smoothing)
-            loss.backward()
-            self.step(optimizer)
-            total += loss.detach() * len(y)
-        mean_loss = total / (self.epochs * len(site.data))
-        return client_report(net, broadcast["model"], len(site.data), mean_loss), state
+    def criterion(self, broadcast: Tree, site: ClientSite) -> Callable[[Tensor, Tensor], Tensor]:
+        return lambda z, y: F.cross_entropy(z, y, label_smoothing=self.smoothing)
 
 
 if __name__ == "__main__":

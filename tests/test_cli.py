@@ -397,11 +397,23 @@ def test_a_damaged_run_is_said_to_be(command: Command, copied: Path, name: str, 
 
 
 def test_methods(command: Command, remembering: Path) -> None:
-    listed = good(command("methods", "--json")).json()
-    assert {"fedavg", "redgrape"} <= set(listed)
-    assert all(line and "\n" not in line for line in listed.values())
-    text = good(command("methods")).out
-    assert all(name in text and line in text for name, line in listed.items())
+    """Every method has a line, says what it sends, what it assumes and what it was written from."""
+    small = ["--net", "mlp", "--shape", "6", "--classes", "3"]
+    listed = good(command("methods", *small, "--json")).json()
+    assert [row["method"] for row in listed] == redgrape.methods.names()
+    assert all(row["what"] and row["source"] and "\n" not in row["what"] for row in listed)
+    by_name = {row["method"]: row for row in listed}
+    parameters = 4 * (6 * 128 + 128 + 128 * 64 + 64 + 64 * 3 + 3)  # of the mlp, in bytes
+    assert by_name["fedavg"]["down"] == parameters
+    assert by_name["scaffold"]["down"] == 2 * parameters
+    assert by_name["scaffold"]["assumes"] == "state at the clients"
+    assert by_name["fedic"]["assumes"] == "balanced data at the server"
+    assert by_name["balanced_softmax"]["assumes"] == "the clients' summed class counts"
+    text = good(command("methods", *small)).out
+    assert all(row["method"] in text for row in listed)
+    for wrong in (["--net", "mpl"], ["--shape", "0"], ["--shape", "x"], ["--classes", "1"]):
+        refused = command("methods", *wrong)
+        assert (refused.code != 0, len(refused.err.splitlines())) == (True, 1)
 
 
 def test_one_method(command: Command, remembering: Path) -> None:

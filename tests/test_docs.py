@@ -230,7 +230,7 @@ def test_readme_shows_the_example_of_the_quickstart() -> None:
 def test_the_shown_method_is_the_file() -> None:
     shown = next(b.text for b in blocks(ROOT / "docs/add-a-method.md") if b.language == "python" and not b.is_run)
     file = (ROOT / "examples/my_method.py").read_text()
-    annotated = re.sub(r"def client_update\(.*\) -> .*:", "def client_update(self, broadcast, state, site):", file)
+    annotated = re.sub(r"def criterion\(.*\) -> .*:", "def criterion(self, broadcast, site):", file)
     assert shown in annotated
 
 
