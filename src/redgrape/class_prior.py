@@ -24,7 +24,7 @@ from redgrape.errors import ConfigError
 from redgrape.tree import Tensors, Tree
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Collection
 
     from redgrape.local import LocalTraining
     from redgrape.method import ClientSite, ServerSite
@@ -42,8 +42,8 @@ def survey(source: PriorSource, site: ClientSite) -> Tree:
 
 def check(source: PriorSource, method: LocalTraining) -> None:
     """Raise ValueError where the estimate, which reckons with the steps of plain sgd, would be wrong without a word."""
-    if source == "estimated" and (method.optimizer != "sgd" or method.clip_norm is not None):
-        raise ValueError("prior=estimated needs optimizer=sgd without clip_norm; choose prior=global or local")
+    if source == "estimated" and (method.optimizer != "sgd" or method.clip_norm is not None or method.weight_decay):
+        raise ValueError("prior=estimated needs sgd without clip_norm or weight_decay; choose prior=global or local")
 
 
 def class_counts(site: ClientSite) -> Tensor:
@@ -61,7 +61,7 @@ def first_prior(source: PriorSource, model: Tensors, site: ServerSite) -> Tensor
 
 
 def next_prior(
-    source: PriorSource, prior: Tensor, updates: Iterable[Tree], method: LocalTraining, site: ServerSite
+    source: PriorSource, prior: Tensor, updates: Collection[Tree], method: LocalTraining, site: ServerSite
 ) -> Tensor:
     """The server's prior after a round: estimated once, from the round that was trained without any."""
     if source != "estimated" or site.round != 1:
@@ -71,7 +71,9 @@ def next_prior(
         walked = method.learning_rate(site) * method.effective_steps(method.steps(int(update["count"])))
         delta = update["delta"]
         total += float(update["count"]) * estimate_prior(delta["classifier.weight"], delta["classifier.bias"], walked)
-    return total / total.sum()
+    examples = sum(float(update["count"]) for update in updates)
+    share = (total / total.sum()).clamp(min=1 / (2 * examples))  # below one example there is nothing to estimate
+    return share / share.sum()
 
 
 def client_log_prior(source: PriorSource, prior: Tensor, site: ClientSite) -> Tensor:
@@ -83,6 +85,13 @@ def log_prior(counts: Tensor) -> Tensor:
     """log pi_c from counts or shares; a class without any gets log 1e-8."""
     share = counts.double() / counts.double().sum()
     return torch.log(share.clamp(min=_EPS))
+
+
+def post_hoc_shift(prior: Tensor) -> Tensor:
+    """log pi_c for shifting trained logits. A class that nobody has is taken for as rare as the rarest that somebody
+    has: its own log would raise its logit so far that it won every time."""
+    share = prior.double() / prior.double().sum()
+    return torch.log(share.clamp(min=float(share[share > _EPS].min())))
 
 
 def estimate_prior(weight: Tensor, bias: Tensor, walked: float) -> Tensor:

@@ -33,6 +33,8 @@ def global_stream(value: int | None) -> Iterator[None]:
     try:
         if value is not None:
             torch.default_generator.manual_seed(value)
+            if torch.cuda.is_available():  # dropout on an accelerator draws from its own stream
+                torch.cuda.manual_seed_all(value)
         yield
     finally:
         torch.set_rng_state(before)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from redgrape import keys, methods
 from redgrape.data.examples import Examples
-from redgrape.errors import ConfigError, unknown
+from redgrape.errors import ConfigError, DataError, unknown
 from redgrape.local import LocalTraining
 from redgrape.nets.net import Net
 from redgrape.tree import Tensors, Tree
@@ -84,9 +84,14 @@ class ServerSite(Site):
         return place_inputs(self.auxiliary_set().inputs(rows, dtype), self.device)
 
     def auxiliary_set(self) -> Examples:
-        if self.auxiliary is None:
+        if self.auxiliary is None or not len(self.auxiliary):
             raise ConfigError(
                 "this method needs a small balanced set at the server; hold one out with data.auxiliary=32 (a class)"
+            )
+        missing = set(range(self.num_classes)) - set(self.auxiliary.labels.tolist())
+        if missing:
+            raise DataError(
+                f"the balanced set at the server has no example of class {min(missing)}; raise data.auxiliary"
             )
         return self.auxiliary
 
@@ -108,6 +113,7 @@ class Method(LocalTraining, ABC):
 
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     uses_auxiliary: ClassVar[bool] = False  # whether the server needs a balanced set of its own
+    assumes: ClassVar[str] = ""  # what else it needs that plain averaging does not
     fidelity: ClassVar[str] = ""  # what it was written from, and what is uncertain
 
     def __init__(self, **hyper_parameters: Any) -> None:

@@ -50,7 +50,7 @@ class RunView:
         data = self.experiment["data"]
         return {
             "run": str(self.path),
-            "method": self.label,
+            "method": self.label + (EXTRA_DATA if self.uses_extra_data else ""),
             "data": f"{Path(data['source']).stem} {data['imbalance']}" + _ratio(data),
             "seed": self.experiment["seed"],
             "done": self.rounds_done,
@@ -66,6 +66,10 @@ class RunView:
     @property
     def label(self) -> str:
         return run_label(self.experiment["method"])
+
+    @property
+    def uses_extra_data(self) -> bool:
+        return bool(self.summary and self.summary.get("extra_data"))
 
 
 def _ratio(data: dict[str, Any]) -> str:
@@ -105,7 +109,7 @@ class Result:
     @property
     def title(self) -> str:
         """The label, marked where the method was given data that the others do without."""
-        return self.label + (EXTRA_DATA if any(_summary(run).get("extra_data") for run in self.runs) else "")
+        return self.label + (EXTRA_DATA if any(run.uses_extra_data for run in self.runs) else "")
 
     def per_class(self) -> list[list[float]]:
         """For each class, the seeds' accuracies."""
@@ -189,7 +193,7 @@ def draw_per_class(results: Sequence[Result], path: Path) -> None:
             places,
             [100 * mean for mean, _ in pairs],
             yerr=errors,
-            label=f"{result.label} (tail {cell(result.values('tail'))})",
+            label=f"{result.title} (tail {cell(result.values('tail'))})",
             color=colour,
             marker=None if wide else marker,
             capsize=3,

@@ -125,6 +125,7 @@ def _list_methods(options: argparse.Namespace) -> None:
         method = found.load(name)
         size = payload(method(), options.net, options.shape, options.classes)
         assumes = [
+            *([method.assumes] if method.assumes else []),
             *(["balanced data at the server"] if method.uses_auxiliary else []),
             *(["state at the clients"] if size.kept else []),
             *(["the clients' summed class counts"] if size.surveyed else []),

@@ -80,7 +80,8 @@ def compare(options: argparse.Namespace) -> None:
     if options.json:
         report.draw_per_class(results, picture)
         values = {r.label: {figure: r.values(figure) for figure in report.FIGURES} for r in results}
-        print(json.dumps({"table": values, "picture": str(picture)}))
+        extra_data = [r.label for r in results if r.title != r.label]
+        print(json.dumps({"table": values, "extra_data": extra_data, "picture": str(picture)}))
         return
     report.print_table(results)
     report.draw_per_class(results, picture)

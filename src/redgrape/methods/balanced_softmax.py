@@ -32,8 +32,10 @@ class BalancedSoftmax(FedAvg):
         "global", description="whose counts: the client's own, all clients' summed, or an estimate"
     )
 
+    presets: ClassVar = {"paper": {}}
     fidelity: ClassVar[str] = (
-        "the loss from its paper; the sources of the counts are ours, and `estimated` is an estimator of our own"
+        "from a secondary source, which states its loss; the sources of the counts are ours, and `estimated` is an "
+        "estimator of our own"
     )
 
     @model_validator(mode="after")

@@ -50,15 +50,18 @@ class Creff(FedAvg):
     gradient_draw: Literal["repeated", "all"] = Field(
         "repeated", description="class gradients on 10 random draws of at most 32 examples, or once on all examples"
     )
-    deployed_bias: bool = Field(True, description="deploy the re-trained classifier with its bias, or with none")
+    deployed_bias: Literal["psi", "head"] = Field(
+        "psi", description="deploy the re-trained weights with their own bias, or with that of the averaged classifier"
+    )
 
     presets: ClassVar = {
         "paper": {},
+        "appendix": {"retrain_lr": None},  # the values of RedGrape's appendix where they are others
         "released": {  # as RedGrape's released code runs it
             "match_distance": "whole",
             "gradient_draw": "all",
             "retrain_lr": None,
-            "deployed_bias": False,
+            "deployed_bias": "head",
             "clip_norm": 1.0,
         },
     }
@@ -66,6 +69,8 @@ class Creff(FedAvg):
         "from the authors' code read at second hand; its DSA augmentation of the gradient draws is not here: they get "
         "the run's own augmentation"
     )
+
+    assumes: ClassVar[str] = "class presence may be seen"
 
     def privacy(self) -> str:
         return (
@@ -82,7 +87,7 @@ class Creff(FedAvg):
         noise = torch.empty(C, self.features_per_class, d, dtype=weight.dtype)
         return {
             "model": model,
-            "psi": _classifier(model),
+            "psi": _fresh_linear(C, d, weight.dtype, site.generator("first psi")),
             "head": _classifier(model),
             "features": noise.normal_(generator=site.generator("federated features")),
         }
@@ -132,7 +137,7 @@ class Creff(FedAvg):
         deployed: dict[str, Any] = {
             **averaged,
             "classifier.weight": psi["weight"].clone(),
-            "classifier.bias": psi["bias"].clone() if self.deployed_bias else torch.zeros_like(psi["bias"]),
+            "classifier.bias": psi["bias"].clone() if self.deployed_bias == "psi" else averaged["classifier.bias"],
         }
         return {"model": deployed, "psi": psi, "head": _classifier(averaged), "features": features}
 
@@ -145,10 +150,8 @@ class Creff(FedAvg):
         C, n, d = features.shape
         lr = self.learning_rate(site) if self.retrain_lr is None else self.retrain_lr
         random = site.generator("re-training")
-        bound = d**-0.5  # nn.Linear's own initialisation
-        weight = torch.empty(C, d, dtype=features.dtype).uniform_(-bound, bound, generator=random)
-        bias = torch.empty(C, 1, dtype=features.dtype).uniform_(-bound, bound, generator=random)
-        W = torch.cat([weight, bias], dim=1)
+        start = _fresh_linear(C, d, features.dtype, random)
+        W = torch.cat([start["weight"], start["bias"][:, None]], dim=1)
         h = torch.cat([features.reshape(C * n, d), torch.ones(C * n, 1, dtype=features.dtype)], dim=1)
         target = torch.eye(C, dtype=features.dtype).repeat_interleave(n, dim=1)  # [C, C n]
         for _ in range(self.retrain_epochs):
@@ -160,6 +163,15 @@ class Creff(FedAvg):
                     residual = torch.softmax(W @ batch.T, dim=0).sub_(e)
                     W.addmm_(residual, batch, alpha=-lr / len(batch))
         return {"weight": W[:, :d].clone(), "bias": W[:, d].clone()}
+
+
+def _fresh_linear(C: int, d: int, dtype: torch.dtype, random: torch.Generator) -> Tensors:
+    """A linear classifier as nn.Linear starts one: uniform within 1 / sqrt(d)."""
+    bound = d**-0.5
+    return {
+        "weight": torch.empty(C, d, dtype=dtype).uniform_(-bound, bound, generator=random),
+        "bias": torch.empty(C, dtype=dtype).uniform_(-bound, bound, generator=random),
+    }
 
 
 def _classifier(model: Tensors) -> Tensors:

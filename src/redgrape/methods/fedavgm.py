@@ -26,7 +26,10 @@ class FedAvgM(FedAvg):
 
     beta: float = Field(0.9, ge=0, lt=1, description="momentum of the server")
 
-    fidelity: ClassVar[str] = "from the paper; later work also uses beta 0.97 (CReFF) and 0.2 (FEDIC)"
+    presets: ClassVar = {"paper": {}}
+    fidelity: ClassVar[str] = (
+        "from a secondary source, which states its update; later work also uses beta 0.97 (CReFF) and 0.2 (FEDIC)"
+    )
 
     def init_server(self, model: Tensors, site: ServerSite) -> Tree:
         return {"model": model, "velocity": zeros_like_parameters(model, site)}

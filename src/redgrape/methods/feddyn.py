@@ -30,8 +30,12 @@ class FedDyn(FedAvg):
     a: float = Field(0.01, gt=0, allow_inf_nan=False, description="strength of the regulariser (alpha in the paper)")
     momentum: float = Field(0.0, ge=0, lt=1, description="momentum of sgd; the paper has none")
 
+    server_lr: float = Field(1.0, ge=1, le=1, description="the method has no such factor: 1")
+
+    presets: ClassVar = {"paper": {}}
     fidelity: ClassVar[str] = (
-        "from the paper; the released code scales a by the client's share of the data and evaluates the clients' mean"
+        "from a secondary source, which states its algorithm; the authors' code scales a by the client's share of the "
+        "data and evaluates the clients' mean"
     )
 
     def init_server(self, model: Tensors, site: ServerSite) -> Tree:

@@ -8,8 +8,8 @@ examples a class, which no client then holds.
 
     server  theta <- FedAvg                                      theta_2 <- theta fine-tuned on the balanced set
             a_j = sigmoid(z_j . s + b_0), normalised over clients j;     ensemble = sum_j a_j z_j
-            calibrated = ensemble * scale + bias;     gate = sigmoid(w . mean_j h_j)
-            teacher = gate * calibrated + (1 - gate) * z_2       s, b_0, scale, bias, w trained on the balanced set
+            calibrated = ensemble * scale + bias;     gate = sigmoid(w . mean_j h_j + w_0)
+            teacher = gate * calibrated + (1 - gate) * z_2       all of it trained on the balanced set
             theta <- theta trained on  1/2 KL(teacher / T || student / T) + 1/2 CE
 """
 
@@ -42,15 +42,17 @@ class Fedic(FedAvg):
     temperature: float = Field(2.0, gt=0, allow_inf_nan=False, description="T of the distillation")
 
     uses_auxiliary: ClassVar[bool] = True
+    presets: ClassVar = {"paper": {}}
     fidelity: ClassVar[str] = (
         "from the authors' code read at second hand; the balanced set also serves as the unlabelled transfer set, "
-        "which the original takes from another data set; Adam starts anew each round; how the calibration starts is "
-        "our choice"
+        "which the original takes from another data set; images at the server are not augmented; Adam starts anew "
+        "each round; the gate starts half open, which is our choice"
     )
 
     def init_server(self, model: Tensors, site: ServerSite) -> Tree:
         site.auxiliary_set()
-        return {"model": model}
+        C, d = model["classifier.weight"].shape
+        return {"model": model, "calibration": first_calibration(C, d, model["classifier.weight"].dtype)}
 
     def server_update(self, server: Tree, updates: Mapping[ClientId, Tree], site: ServerSite) -> Tree:
         averaged = self.averaged_model(server["model"], updates)
@@ -63,9 +65,14 @@ class Fedic(FedAvg):
         h = torch.stack([features for _, features in clients]).mean(dim=0)  # [n, d]
         with keys.global_stream(keys.key(site.seed, "server training", site.round)):  # dropout draws from it
             z_2 = _outputs(self._fine_tuned(averaged, y, site), site)[0]
-            teacher = self._calibrated(z, h, z_2, y, site)
+            calibration = self._calibrated(server["calibration"], z, h, z_2, y, site)
+            with torch.no_grad():
+                teacher = teacher_logits(calibration, z, h, z_2)
             student = self._distilled(averaged, teacher, y, site)
-        return {"model": {name: t.detach().cpu().clone().contiguous() for name, t in student.state_dict().items()}}
+        return {
+            "model": {name: t.detach().cpu().clone().contiguous() for name, t in student.state_dict().items()},
+            "calibration": {name: t.detach().cpu().clone() for name, t in calibration.items()},
+        }
 
     def _fine_tuned(self, model: Tensors, y: Tensor, site: ServerSite) -> Net:
         net, optimizer = self._trainable(model, site)
@@ -75,26 +82,15 @@ class Fedic(FedAvg):
             optimizer.step()
         return net
 
-    def _calibrated(self, z: Tensor, h: Tensor, z_2: Tensor, y: Tensor, site: ServerSite) -> Tensor:
-        """The teacher's logits on the balanced set. It starts as the plain ensemble, half gated."""
-        C, d = z.shape[2], h.shape[1]
-        s, b_0, w = (torch.zeros(n, dtype=z.dtype, device=z.device, requires_grad=True) for n in (C, 1, d))
-        scale = torch.ones(C, dtype=z.dtype, device=z.device, requires_grad=True)
-        bias = torch.zeros(C, dtype=z.dtype, device=z.device, requires_grad=True)
-
-        def teacher(rows: Tensor) -> Tensor:
-            a = torch.sigmoid(z[:, rows] @ s + b_0)
-            ensemble = ((a / a.sum(dim=0)).unsqueeze(2) * z[:, rows]).sum(dim=0)
-            gate = torch.sigmoid(h[rows] @ w).unsqueeze(1)
-            return gate * (ensemble * scale + bias) + (1 - gate) * z_2[rows]
-
-        optimizer = torch.optim.Adam([s, b_0, scale, bias, w], lr=self.adam_lr)
+    def _calibrated(self, start: Tensors, z: Tensor, h: Tensor, z_2: Tensor, y: Tensor, site: ServerSite) -> Tensors:
+        """The calibration, trained on from the last round's by the teacher's loss on the balanced set."""
+        calibration = {name: t.to(z.device).clone().requires_grad_() for name, t in start.items()}
+        optimizer = torch.optim.Adam(calibration.values(), lr=self.adam_lr)
         for rows in _draws(len(y), self.labelled_batch, self.server_steps, site.generator("calibration")):
             optimizer.zero_grad()
-            F.cross_entropy(teacher(rows), y[rows]).backward()
+            F.cross_entropy(teacher_logits(calibration, z[:, rows], h[rows], z_2[rows]), y[rows]).backward()
             optimizer.step()
-        with torch.no_grad():
-            return teacher(torch.arange(len(y)))
+        return calibration
 
     def _distilled(self, model: Tensors, teacher: Tensor, y: Tensor, site: ServerSite) -> Net:
         net, optimizer = self._trainable(model, site)
@@ -117,6 +113,21 @@ class Fedic(FedAvg):
             net.encoder.requires_grad_(False).eval()
         trained = [p for p in net.parameters() if p.requires_grad]
         return net, torch.optim.Adam(trained, lr=self.adam_lr, weight_decay=self.adam_weight_decay, fused=True)
+
+
+def first_calibration(C: int, d: int, dtype: torch.dtype) -> Tensors:
+    """Clients count by the sum of their logits, the ensemble stays as it is, and half of it goes through the gate."""
+    ones, zeros = torch.ones(C, dtype=dtype), torch.zeros(C, dtype=dtype)
+    gate = {"w": torch.zeros(d, dtype=dtype), "w_0": torch.zeros(1, dtype=dtype)}
+    return {"s": ones, "b_0": torch.zeros(1, dtype=dtype), "scale": ones.clone(), "bias": zeros, **gate}
+
+
+def teacher_logits(calibration: Tensors, z: Tensor, h: Tensor, z_2: Tensor) -> Tensor:
+    """From the clients' logits z [clients, n, C], their mean features h [n, d] and the fine-tuned model's z_2."""
+    a = torch.sigmoid(z @ calibration["s"] + calibration["b_0"])
+    ensemble = ((a / a.sum(dim=0)).unsqueeze(2) * z).sum(dim=0)
+    gate = torch.sigmoid(h @ calibration["w"] + calibration["w_0"]).unsqueeze(1)
+    return gate * (ensemble * calibration["scale"] + calibration["bias"]) + (1 - gate) * z_2
 
 
 @torch.no_grad()

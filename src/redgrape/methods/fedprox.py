@@ -4,7 +4,7 @@ Li et al., "Federated Optimization in Heterogeneous Networks", MLSys 2020, https
 training on skewed data drifts away from what the other clients need. FedProx adds mu/2 ||theta - theta^t||^2 to the
 local loss, over the parameters (not the buffers). With mu = 0 it is FedAvg.
 
-    client  minimises  F_k(theta) + mu/2 ||theta - theta^t||^2                                    Eq. (2) of the paper
+    client  minimises  F_k(theta) + mu/2 ||theta - theta^t||^2
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ class FedProx(FedAvg):
         "paper": {},
         "released": {"mu": 0.1, "clip_norm": 1.0},  # what RedGrape's released code adds to every method by default
     }
-    fidelity: ClassVar[str] = "from the paper; it searches mu in 0.001, 0.01, 0.1, 1, and 0.01 is our default"
+    fidelity: ClassVar[str] = (
+        "from a secondary source, which states its term; the paper searches mu in 0.001 to 1, and 0.01 is our default"
+    )
 
     def client_update(self, broadcast: Tree, state: Tree, site: ClientSite) -> tuple[Tree, Tree]:
         net = self.load_for_training(broadcast["model"], site)

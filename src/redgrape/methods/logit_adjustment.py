@@ -5,8 +5,8 @@ with the best balanced error takes the class whose logit exceeds its log prior m
 adding tau log pi to the logits inside the loss, or done post hoc, by subtracting it from the logits of an ordinary
 model. With a uniform prior both are FedAvg.
 
-    training   loss = CE(z + tau log pi, y);   inference uses z                                   Eq. (10) of the paper
-    post hoc   loss = CE(z, y);   inference uses z - tau log pi, which is a shift of the bias      Eq. (9) of the paper
+    training   loss = CE(z + tau log pi, y);   inference uses z
+    post hoc   loss = CE(z, y);   inference uses z - tau log pi, which is a shift of the bias
 """
 
 from __future__ import annotations
@@ -37,8 +37,10 @@ class LogitAdjustment(FedAvg):
         "global", description="whose counts: the client's own, all clients' summed, or an estimate"
     )
 
+    presets: ClassVar = {"paper": {}}
     fidelity: ClassVar[str] = (
-        "from its paper; the sources of the prior are ours, and `estimated` is an estimator of our own"
+        "from a secondary source, which states its loss and its post-hoc rule; the sources of the prior are ours, and "
+        "`estimated` is an estimator of our own"
     )
 
     @model_validator(mode="after")
@@ -64,7 +66,7 @@ class LogitAdjustment(FedAvg):
         """The deployed model has the shifted bias; the bias that training goes on with stands beside it."""
         if self.stage == "training":
             return {"model": model, "prior": prior}
-        shift = self.tau * class_prior.log_prior(prior).to(model[_BIAS].dtype)
+        shift = self.tau * class_prior.post_hoc_shift(prior).to(model[_BIAS].dtype)
         return {"model": {**model, _BIAS: model[_BIAS] - shift}, "prior": prior, "trained_bias": model[_BIAS]}
 
     def broadcast(self, server: Tree) -> Tree:

@@ -7,7 +7,7 @@ others' tells how much the class needs. The clients weight their losses by it. I
 examples a class, which no client then holds.
 
     Delta_q = W after training on class q's auxiliary examples, minus W                          for every class q
-    mask_p  = entries where |Delta_p| is the largest and no other class reaches 1/1.25 of it
+    mask_p  = entries where Delta_p is the largest and no other class's |Delta| reaches 1/1.25 of it
     R_p     = |sum_{mask_p} Delta_p| / |sum_{mask_p} mean_{q != p} Delta_q|
     client  loss = mean_i (alpha + beta R_{y_i}) CE_i                                    Eq. (18) of RedGrape's appendix
 """
@@ -43,8 +43,8 @@ class RatioLoss(FedAvg):
     presets: ClassVar = {"paper": {}, "released": {"auxiliary_epochs": 1, "clip_norm": 1.0}}
     uses_auxiliary: ClassVar[bool] = True
     fidelity: ClassVar[str] = (
-        "from the authors' code read at second hand; that the largest movement is meant in magnitude is our reading; "
-        "the monitor that estimates class counts is not part of the loss and not here"
+        "from the authors' code read at second hand, with which the paper's own text was not compared; the monitor "
+        "that estimates class counts is not part of the loss and not here"
     )
 
     def init_server(self, model: Tensors, site: ServerSite) -> Tree:
@@ -85,7 +85,7 @@ class RatioLoss(FedAvg):
                     optimizer.zero_grad()
                     z = net(site.inputs(batch, net.classifier.weight.dtype))
                     F.cross_entropy(z, labels[batch].to(site.device)).backward()
-                    self.step(optimizer)
+                    optimizer.step()
             movements.append(net.classifier.weight.detach().cpu() - model["classifier.weight"])
         return torch.stack(movements)
 
@@ -96,10 +96,9 @@ class RatioLoss(FedAvg):
 def class_ratios(movements: Tensor) -> Tensor:
     """R of every class from the movements Delta [C, C, d]."""
     C = len(movements)
-    size = movements.abs()
-    largest, owner = size.max(dim=0)
-    near = (size > _DISTINCT * largest).sum(dim=0)  # the owner itself is one of them
-    distinct = (near < 2) & (largest > 0)
+    largest, owner = movements.max(dim=0)  # signed: a class pulls an entry up the most
+    near = (movements.abs() > _DISTINCT * largest.abs()).sum(dim=0)  # the owner itself is one of them
+    distinct = (near < 2) & (largest != 0)
     mask = (owner == torch.arange(C)[:, None, None]) & distinct
     others = (movements.sum(dim=0) - movements) / (C - 1)
     numerator = (movements * mask).sum(dim=(1, 2)).abs()

@@ -98,6 +98,7 @@ class RedGrape(FedAvg):
         },
     }
 
+    assumes: ClassVar[str] = "class presence may be seen"
     fidelity: ClassVar[str] = (
         "from the paper, with the preset `released` after the authors' code; docs/paper.md lists every choice"
     )

@@ -35,9 +35,10 @@ class Scaffold(FedAvg):
     )
     momentum: float = Field(0.0, ge=0, lt=1, description="momentum of sgd; the paper has none")
 
+    presets: ClassVar = {"paper": {}}
     fidelity: ClassVar[str] = (
-        "from the paper, option II; with momentum, which the paper does not have, S counts effective steps, and with "
-        "clipping, which it has not either, c_i is biased"
+        "from a secondary source, which states option II; with momentum, which the paper does not have, S counts "
+        "effective steps, and with clipping, which it has not either, c_i is biased"
     )
 
     def init_server(self, model: Tensors, site: ServerSite) -> Tree:
@@ -68,9 +69,9 @@ class Scaffold(FedAvg):
             steps += 1
         update = client_report(net, broadcast["model"], len(site.data), total / (self.epochs * len(site.data)))
         walked = self.effective_steps(steps) * self.learning_rate(site)
+        moved = update["delta"] if walked > 0 else {}  # a learning rate of zero measures nothing
         new = {
-            name: c_i[name] - c[name] - update["delta"][name] / walked if name in update["delta"] else c_i[name]
-            for name in c
+            name: c_i[name] - c[name] - moved[name] / walked if name in moved else c_i[name] for name in c
         }  # line 12
         return {**update, "delta_c": tree.sub(new, c_i)}, {"c_i": new}
 
