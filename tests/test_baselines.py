@@ -17,13 +17,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import redgrape as rg
-from redgrape import methods, testing, tree
+from redgrape import methods, report, testing, tree
 from redgrape.data.prepare import DataOptions, prepare
 from redgrape.engines import ClientHalf
 from redgrape.engines.in_process import InProcess
 from redgrape.errors import ConfigError
 from redgrape.method import ClientSite, ServerSite
-from redgrape.methods import climb, ratio_loss
+from redgrape.methods import climb, fedic
 from redgrape.methods.climb import Climb
 from redgrape.methods.fed_focal import FedFocal, focal_loss
 from redgrape.methods.fedavg import FedAvg
@@ -537,19 +537,23 @@ def climb_answers(losses: Mapping[int, float], deltas: Mapping[int, float], coun
 
 
 def test_climb_by_hand() -> None:
-    """Losses 1, 2 and 6 have the mean 3; eps 1, eta_D 0.5: 0.5 (f - 4) is -1.5, -1 and 1, so lambda = (0, 0, 1), its
-    mean 1/3 and w = (2, 2, 5) / 3. With 1, 2 and 1 examples the weights are 2 : 4 : 5, so that changes of 11, 22 and 33
-    give (22 + 88 + 165) / 11 = 25. In the second round client 2 alone answers, with a loss that is the mean of itself:
-    lambda_2 = 1 + 0.5 (0 - 1) = 0.5, the others stay, and its weight is all."""
+    """The duals are zero at first, so that with 1, 2 and 1 examples changes of 11, 22 and 33 give (11 + 44 + 33) / 4,
+    which is 22. Losses 1, 2 and 6 have the mean 3; eps 1, eta_D 0.5: 0.5 (f - 4) is -1.5, -1 and 1, so lambda is
+    (0, 0, 1), its mean 1/3 and w = (2, 2, 5) / 3 in the second round. The same answers now weigh 2 : 4 : 5 and give
+    (22 + 88 + 165) / 11 = 25, and lambda_2 grows to 2. In the third client 2 alone answers, with a loss that is the
+    mean of itself: its weight is all, and lambda_2 = 2 + 0.5 (0 - 1) = 1.5."""
     method = Climb(eps=1.0, dual_lr=0.5)
     server: Any = {"model": one_number(0.0), "dual": torch.zeros(3).double()}
     updates = climb_answers({0: 1.0, 1: 2.0, 2: 6.0}, {0: 11.0, 1: 22.0, 2: 33.0}, {0: 1, 1: 2, 2: 1})
     server = method.server_update(server, updates, site(3))
     assert server["dual"].tolist() == [0.0, 0.0, 1.0]
-    assert float(server["model"]["w"]) == pytest.approx(25.0, rel=1e-14)
+    assert float(server["model"]["w"]) == pytest.approx(22.0, rel=1e-14)
+    server = method.server_update(server, updates, site(3))
+    assert server["dual"].tolist() == [0.0, 0.0, 2.0]
+    assert float(server["model"]["w"]) == pytest.approx(22.0 + 25.0, rel=1e-14)
     server = method.server_update(server, climb_answers({2: 9.0}, {2: 1.0}, {2: 5}), site(3))
-    assert server["dual"].tolist() == [0.0, 0.0, 0.5]
-    assert float(server["model"]["w"]) == pytest.approx(26.0, rel=1e-14)
+    assert server["dual"].tolist() == [0.0, 0.0, 1.5]
+    assert float(server["model"]["w"]) == pytest.approx(48.0, rel=1e-14)
 
 
 def test_climbs_duals_stay_between_0_and_100() -> None:
@@ -581,9 +585,9 @@ def test_climb_never_walks_against_a_client() -> None:
 def test_climbs_weights_are_a_mean_that_favours_high_losses(
     dual: list[float], losses: list[float], counts: list[int], present: list[bool], eps: float, dual_lr: float
 ) -> None:
-    """The server's step from 0 is a mean of the clients' changes. With a one in turn for each, it shows their shares:
-    none is negative, they sum to one; of two with the same dual and size the one with the higher loss has no less, and
-    more where its dual has grown more and leaves it any weight."""
+    """The server's step from 0 is a mean of the clients' changes. With a one in turn for each, it shows their shares in
+    the round after the losses were told: none is negative, they sum to one; of two with the same dual and size the one
+    with the higher loss has no less, and more where its dual has grown more and leaves it any weight."""
     N = len(dual)
     clients = [k for k in range(N) if present[k]] or [0]
     sizes = {k: 5 if k < 2 else counts[k] for k in range(N)}
@@ -591,9 +595,10 @@ def test_climbs_weights_are_a_mean_that_favours_high_losses(
     method, shares = Climb(eps=eps, dual_lr=dual_lr), {}
     for k in clients:
         deltas = {j: float(j == k) for j in clients}
-        server: Any = {"model": one_number(0.0), "dual": duals}
-        new = method.server_update(server, climb_answers({j: losses[j] for j in clients}, deltas, sizes), site(N))
-        shares[k] = float(new["model"]["w"])
+        updates = climb_answers({j: losses[j] for j in clients}, deltas, sizes)
+        new: Any = method.server_update({"model": one_number(0.0), "dual": duals}, updates, site(N))
+        after: Any = method.server_update({"model": one_number(0.0), "dual": new["dual"]}, updates, site(N))
+        shares[k] = float(after["model"]["w"])
     assert min(shares.values()) >= 0
     assert sum(shares.values()) == pytest.approx(1)
     assert ((new["dual"] >= 0) & (new["dual"] <= 100)).all()
@@ -606,9 +611,9 @@ def test_climbs_weights_are_a_mean_that_favours_high_losses(
 
 
 def test_climb_of_equal_losses_is_fedavg() -> None:
-    """Three clients with the same examples have the same loss; with eps = 0 their duals stay at zero. Bit for bit."""
+    """Three clients with the same examples have the same loss, and their duals stay at zero. Bit for bit."""
     data = rg.Federation([examples((3, 2, 4), 1)] * 3, examples((1, 1, 1)), C)
-    ours = run(Climb(eps=0.0, epochs=2, batch_size=3, lr=0.2), data, count=4)
+    ours = run(Climb(epochs=2, batch_size=3, lr=0.2), data, count=4)
     for a, b in zip(ours, run(FedAvg(epochs=2, batch_size=3, lr=0.2), data, count=4), strict=True):
         assert tree.equal(a.server["model"], b.server["model"])
         assert a.server["dual"].tolist() == [0.0, 0.0, 0.0]
@@ -623,9 +628,9 @@ def test_climb_is_its_formula() -> None:
         chosen = answered(data, t)
         f = {k: float(cross_entropy(outputs(theta, whole(data, k)[0]), whole(data, k)[1])) for k in chosen}
         mean = sum(f.values()) / len(chosen)
+        w = {k: max(0.0, 1 + dual[k] - sum(dual.values()) / 4) * SIZES[k] for k in chosen}
         for k in chosen:
             dual[k] = min(100.0, max(0.0, dual[k] + 3.0 * (f[k] - mean - 0.05)))
-        w = {k: max(0.0, 1 + dual[k] - sum(dual.values()) / 4) * SIZES[k] for k in chosen}
         theta = averaged(theta, {k: descend(theta, *whole(data, k), 4, 0.3) for k in chosen}, w)
         same(state.server["model"], theta)
         assert state.server["dual"].tolist() == pytest.approx(list(dual.values()), abs=1e-10)
@@ -649,9 +654,9 @@ def test_climb_measures_in_evaluation_mode(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_ratios_by_hand() -> None:
-    """Two classes, entries (0,0): 4 against 1, class 0's. (0,1): 1 against -5, class 1's. (1,0): -2 against -1.8, which
-    is 0.9 of it, nobody's. (1,1): 3 against 2, class 0's. R_0 = |4 + 3| / |1 + 2| = 7/3, R_1 = |-5| / |1| = 5."""
-    movements = torch.tensor([[[4.0, 1.0], [-2.0, 3.0]], [[1.0, -5.0], [-1.8, 2.0]]], dtype=torch.float64)
+    """Two classes, entries (0,0): 4 against 1, class 0's. (0,1): -1 against 5, class 1's. (1,0): 2 against 1.8, which
+    is 0.9 of it, nobody's. (1,1): 3 against 2, class 0's. R_0 = |4 + 3| / |1 + 2| = 7/3, R_1 = |5| / |-1| = 5."""
+    movements = torch.tensor([[[4.0, -1.0], [2.0, 3.0]], [[1.0, 5.0], [1.8, 2.0]]], dtype=torch.float64)
     assert class_ratios(movements).tolist() == pytest.approx([7 / 3, 5.0], rel=1e-14)
 
 
@@ -669,7 +674,9 @@ def test_ratios_of_three_classes_by_hand() -> None:
     [
         (5.0, 3.9, 5 / 3.9),  # 0.78 of the largest: distinct
         (5.0, 4.1, 10.0),  # 0.82: the entry is nobody's, and a class without entries has denominator 0
-        (-5.0, 3.9, 5 / 3.9),  # magnitudes count
+        (-5.0, 3.9, 10.0),  # the largest is the second's, and the first's magnitude reaches 0.8 of it: nobody's
+        (3.9, -5.0, 10.0),  # the first's is the largest, but the second's magnitude is larger: nobody's
+        (5.0, -3.9, 5 / 3.9),  # the largest by sign, and distinct by magnitude
         (5.0, 0.0, 10.0),  # the other does not move at all
         (5.0, 0.0005, 5000.0),  # 10,000 is cut off
         (5.0, 0.002, 2500.0),
@@ -690,7 +697,7 @@ def plain_ratios(movements: Tensor) -> list[float]:
     for i in range(rows):
         for j in range(columns):
             entry = [float(movements[q, i, j]) for q in range(classes)]
-            p = max(range(classes), key=lambda q: abs(entry[q]))
+            p = max(range(classes), key=lambda q: entry[q])
             if entry[p] == 0 or sum(abs(v) / abs(entry[p]) > 0.80 for v in entry) >= 2:
                 continue
             numerator[p] += entry[p]
@@ -753,12 +760,12 @@ def test_the_copies_leave_a_frozen_encoder_alone() -> None:
         torch.testing.assert_close(movements[q], -0.3 * r.T @ h / len(h), rtol=1e-10, atol=1e-12)
 
 
-def test_a_class_without_auxiliary_examples_does_not_move() -> None:
-    data = rg.Federation([examples((3, 2, 4), 1)], examples((1, 1, 1)), C, auxiliary=examples((3, 0, 2), 9))
-    here = ServerSite(net, 1, C, 0, 1, 1, CPU, data.auxiliary)
-    movements = RatioLoss(**FULL)._movements(parameters(), here)
-    assert [bool(m.any()) for m in movements] == [True, False, True]
-    assert ratio_loss.class_ratios(movements)[1] == 10.0
+@pytest.mark.parametrize("method", [RatioLoss, Fedic])
+def test_an_auxiliary_set_must_have_every_class(method: type[FedAvg]) -> None:
+    for counts, words in (((3, 0, 2), "no example of class 1"), ((0, 0, 0), "data.auxiliary=32")):
+        here = ServerSite(net, 1, C, 0, 1, 1, CPU, examples(counts, 9))
+        with pytest.raises(rg.RedgrapeError, match=words):
+            method(**FULL).init_server(parameters(), here)
 
 
 # FEDIC
@@ -795,9 +802,9 @@ def test_fedic_is_its_formula() -> None:
     z = [outputs(theta_k, x) for theta_k in locals_.values()]
     encoders = [torch.tanh(x @ t["encoder.1.weight"].T + t["encoder.1.bias"]) for t in locals_.values()]
     h = sum(encoders[1:], encoders[0]) / len(encoders)
-    s, b_0, scale, bias, w = (
+    s, b_0, scale, bias, w, w_0 = (
         torch.full((n,), value, dtype=torch.float64, requires_grad=True)
-        for n, value in ((C, 0.0), (1, 0.0), (C, 1.0), (C, 0.0), (5, 0.0))
+        for n, value in ((C, 1.0), (1, 0.0), (C, 1.0), (C, 0.0), (5, 0.0), (1, 0.0))
     )
 
     def teacher() -> Tensor:
@@ -806,11 +813,11 @@ def test_fedic_is_its_formula() -> None:
             a = [torch.sigmoid(z_j[i].dot(s) + b_0) for z_j in z]
             total = sum(a[1:], a[0])
             ensemble = torch.stack([a_j / total * z_j[i] for a_j, z_j in zip(a, z, strict=True)]).sum(dim=0)
-            g = torch.sigmoid(w.dot(h[i]))
+            g = torch.sigmoid(w.dot(h[i]) + w_0)
             rows.append(g * (ensemble * scale + bias) + (1 - g) * z_2[i])
         return torch.stack(rows)
 
-    plain_adam([s, b_0, scale, bias, w], lambda: cross_entropy(teacher(), y), steps, lr)
+    plain_adam([s, b_0, scale, bias, w, w_0], lambda: cross_entropy(teacher(), y), steps, lr)
     target = torch.softmax(teacher().detach() / T, dim=1)
     student = {name: t.clone().requires_grad_() for name, t in theta.items()}
 
@@ -824,16 +831,27 @@ def test_fedic_is_its_formula() -> None:
     differ(found, theta, 0.05)
 
 
-def test_fedics_teacher_begins_as_half_the_mean_and_half_the_fine_tuned() -> None:
-    """s = b_0 = 0 weights the clients alike, scale 1 and bias 0 calibrate nothing, w = 0 is a gate of 1/2: with steps
-    of nearly nothing (2 + 4) / 2 and 1 give (3 + 1) / 2 = 2."""
-    z = torch.tensor([2.0, 4.0]).double().reshape(2, 1, 1).expand(2, 6, C)
-    z_2 = torch.ones(6, C).double()
-    here = ServerSite(net, 1, C, 0, 1, 1, CPU)
-    teacher = Fedic(server_steps=1, adam_lr=1e-13)._calibrated(
-        z, random(6, 5), z_2, torch.tensor([0, 0, 1, 1, 2, 2]), here
+def test_fedics_teacher_by_hand() -> None:
+    """Two clients with logits (2, 2, 2) and (-2, -2, -2): s = 1 weights them by sigmoid(6) and sigmoid(-6), which sum
+    to one, so that the ensemble is 2 (sigmoid(6) - sigmoid(-6)) = 2 tanh(3). A gate of 1/2 and a fine-tuned model with
+    logits 1 make it tanh(3) + 1/2."""
+    z = torch.tensor([2.0, -2.0]).double().reshape(2, 1, 1).expand(2, 6, C)
+    calibration = fedic.first_calibration(C, 5, torch.float64)
+    teacher = fedic.teacher_logits(calibration, z, random(6, 5), torch.ones(6, C).double())
+    torch.testing.assert_close(
+        teacher, torch.full((6, C), math.tanh(3) + 0.5, dtype=torch.float64), rtol=1e-12, atol=1e-12
     )
-    torch.testing.assert_close(teacher, torch.full((6, C), 2.0).double(), rtol=1e-9, atol=1e-9)
+
+
+def test_fedic_trains_its_calibration_over_the_rounds() -> None:
+    """Every step of Adam moves a number by about its learning rate, so two rounds of five steps go further than one
+    could: the calibration of a round starts from that of the last."""
+    lr = 0.01
+    states = run(Fedic(server_steps=5, adam_lr=lr, labelled_batch=99, **FULL), count=3)
+    walked = [float((state.server["calibration"]["scale"] - 1).abs().max()) for state in states]
+    assert walked[0] <= 5 * lr * 1.01
+    assert walked[0] < walked[1] < walked[2]
+    assert walked[2] > 5 * lr * 1.01
 
 
 def test_fedic_of_no_learning_is_fedavg() -> None:
@@ -934,3 +952,24 @@ def test_the_start_draws_no_global_random_numbers(name: str) -> None:
     before = torch.get_rng_state()
     method.init_server(model, here)
     assert torch.equal(before, torch.get_rng_state())
+
+
+def test_scaffold_keeps_its_variates_where_the_learning_rate_is_zero() -> None:
+    """Decayed to nothing in the last round, no way is gone that a gradient could be measured by."""
+    states = run(Scaffold(lr_schedule="linear", lr_final=0.0, **FULL), count=2)
+    assert tree.equal(states[-1].server["model"], states[-2].server["model"])
+    assert tree.equal({"c": states[-1].server["c"]}, {"c": states[-2].server["c"]})
+
+
+def test_extra_data_is_marked_wherever_a_method_stands(tmp_path: Path) -> None:
+    """In the table, in the list of runs and in the figures for machines."""
+    runs = []
+    for name, extra in (("fedavg", False), ("fedic", True)):
+        summary = {"mean_of_last": dict.fromkeys(report.FIGURES, 0.5), "averaged_rounds": [1], "extra_data": extra}
+        experiment = {"data": {"source": "x", "imbalance": "natural"}, "method": {"name": name}, "seed": 0, "rounds": 1}
+        runs.append((name, report.RunView(tmp_path, experiment, None, [], summary)))
+    results = report.collect(runs)
+    assert [row[0] for row in report.rows(results)] == ["fedavg", "fedic †"]
+    assert "† uses extra balanced data" in report.caption(results)
+    assert "†" not in report.caption(results[:1])
+    assert [run.row()["method"] for _, run in runs] == ["fedavg", "fedic †"]

@@ -13,7 +13,9 @@ from pydantic import ConfigDict, PrivateAttr
 
 from redgrape import methods, testing, tree
 from redgrape.method import ClientSite, Method
+from redgrape.methods.balanced_softmax import BalancedSoftmax
 from redgrape.methods.fedavg import FedAvg
+from redgrape.methods.logit_adjustment import LogitAdjustment
 from redgrape.methods.redgrape import RedGrape
 
 
@@ -420,3 +422,17 @@ def test_check_method_runs_every_clause(monkeypatch: pytest.MonkeyPatch) -> None
     testing.check_method(FedAvg(lr=0.5), workers=[])
     assert [name for name, _ in ran] == [*testing.CHECKS] * 2
     assert ran[0][1] == FedAvg() and ran[-1][1] == FedAvg(lr=0.5)
+
+
+VARIANTS = [
+    BalancedSoftmax(prior="local"),
+    BalancedSoftmax(prior="estimated"),
+    LogitAdjustment(stage="post_hoc"),
+    LogitAdjustment(stage="post_hoc", prior="estimated"),
+]
+
+
+@pytest.mark.parametrize("clause", [name for name in testing.CHECKS if name != "engines_agree"])
+@pytest.mark.parametrize("method", VARIANTS, ids=lambda m: "-".join([type(m).__name__, m.prior]))
+def test_every_source_of_a_prior_keeps_the_contract(method: Method, clause: str) -> None:
+    testing.CHECKS[clause](method)

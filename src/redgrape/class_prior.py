@@ -72,12 +72,16 @@ def next_prior(
         delta = update["delta"]
         total += float(update["count"]) * estimate_prior(delta["classifier.weight"], delta["classifier.bias"], walked)
     examples = sum(float(update["count"]) for update in updates)
-    share = (total / total.sum()).clamp(min=1 / (2 * examples))  # below one example there is nothing to estimate
+    share = total / total.sum()
+    share[share < 1 / (2 * examples)] = 0  # less than half an example is none
     return share / share.sum()
 
 
 def client_log_prior(source: PriorSource, prior: Tensor, site: ClientSite) -> Tensor:
-    """log pi_c for a client's training, by the source."""
+    """log pi_c for a client's training, by the source. A class that the estimate missed may be there all the same: it
+    counts half as much as the rarest that it found."""
+    if source == "estimated":
+        prior = prior.clamp(min=float(prior[prior > 0].min()) / 2)
     return log_prior(class_counts(site) if source == "local" else prior).to(site.device)
 
 
