@@ -843,6 +843,14 @@ def test_fedics_teacher_by_hand() -> None:
     )
 
 
+def test_fedics_teacher_is_finite_far_out() -> None:
+    """Two clients with logits of -1000: the sigmoids are zero, and their shares a half each."""
+    calibration = fedic.first_calibration(C, 5, torch.float32)
+    z = torch.full((2, 6, C), -1000.0)
+    teacher = fedic.teacher_logits(calibration, z, torch.zeros(6, 5), torch.zeros(6, C))
+    torch.testing.assert_close(teacher, torch.full((6, C), -500.0))
+
+
 def test_fedic_trains_its_calibration_over_the_rounds() -> None:
     """Every step of Adam moves a number by about its learning rate, so two rounds of five steps go further than one
     could: the calibration of a round starts from that of the last."""

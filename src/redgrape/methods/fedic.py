@@ -124,8 +124,9 @@ def first_calibration(C: int, d: int, dtype: torch.dtype) -> Tensors:
 
 def teacher_logits(calibration: Tensors, z: Tensor, h: Tensor, z_2: Tensor) -> Tensor:
     """From the clients' logits z [clients, n, C], their mean features h [n, d] and the fine-tuned model's z_2."""
-    a = torch.sigmoid(z @ calibration["s"] + calibration["b_0"])
-    ensemble = ((a / a.sum(dim=0)).unsqueeze(2) * z).sum(dim=0)
+    # a_j / sum_j a_j by logarithms: far out all the sigmoids are zero
+    a = torch.softmax(F.logsigmoid(z @ calibration["s"] + calibration["b_0"]), dim=0)
+    ensemble = (a.unsqueeze(2) * z).sum(dim=0)
     gate = torch.sigmoid(h @ calibration["w"] + calibration["w_0"]).unsqueeze(1)
     return gate * (ensemble * calibration["scale"] + calibration["bias"]) + (1 - gate) * z_2
 
