@@ -97,7 +97,8 @@ class Model:
             raise ConfigError(f"batch is {batch}; it must be at least 1")
         if np.ndim(x) == 0:
             raise DataError(f"the input is a single number; the model takes {self.takes}")
-        examples = self.arranged(Examples(x, torch.zeros(len(x), dtype=torch.int64)))  # type: ignore[arg-type]
+        unlabelled = torch.zeros(len(x), dtype=torch.int64)
+        examples = self.arranged(Examples(x, unlabelled))  # type: ignore[arg-type]  # takes NumPy arrays too
         examples.check(len(self.class_names), "inputs")
         parts = [self.batch_logits(examples, start, batch) for start in range(0, len(examples), batch)]
         return torch.cat(parts) if parts else torch.zeros(0, len(self.class_names))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import http.client
 import os
 import tarfile
@@ -103,7 +104,8 @@ def _extract(archive: Path, missing: list[str], dataset: Dataset, folder: Path) 
                 if content is not None:
                     file = targets.pop(member.name)
                     with _partial(folder / file) as partial:
-                        _write(partial, iter(lambda content=content: content.read(BLOCK), b""))  # type: ignore[misc]
+                        blocks = iter(functools.partial(content.read, BLOCK), b"")
+                        _write(partial, blocks)
                         _install(partial, folder / file, dataset.files[file])
     except (tarfile.TarError, zlib.error, EOFError) as error:
         raise DataError(f"the archive is damaged: {one_line(error)}") from error
