@@ -938,7 +938,7 @@ def test_training_hands_the_auxiliary_set_to_the_server() -> None:
 def test_a_frozen_encoder_stays(name: str) -> None:
     """Its parameters and its running statistics, bit for bit, whatever the server trains; the classifier moves."""
     method = methods.load(name)
-    cheap = {key: value for key, value in testing.CHEAP.items() if key in method.model_fields}
+    cheap = dict(method.cheap)
     data = federation(shape=testing.IMAGE)
     states = run(method(freeze_encoder=True, epochs=1, batch_size=4, **cheap), data, image_net, count=2)
     start, end = image_net().state_dict(), states[-1].server["model"]

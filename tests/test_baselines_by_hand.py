@@ -1,9 +1,9 @@
 """Numbers derived by hand for equations that are a method's own.
 
 The smallest federation: one feature, always 1, and two classes. The net is z = W x + b from zeros, so weight and bias
-get the same gradient, and what happens to class 0 happens to class 1 with the other sign. All numbers are those of W[0, 0].
-With lr 1 and one example of class 0, a first plain step goes to 1/2, because p_0 = 1/2. Then z = (1, -1), p_0 =
-sigmoid(2) = 0.880797, and a second step adds 0.119203: 0.619203.
+get the same gradient, and what happens to class 0 happens to class 1 with the other sign. All numbers are those of
+W[0, 0]. With lr 1 and one example of class 0, a first plain step goes to 1/2, because p_0 = 1/2. Then z = (1, -1),
+p_0 = sigmoid(2) = 0.880797, and a second step adds 0.119203: 0.619203.
 """
 
 from __future__ import annotations
@@ -80,10 +80,10 @@ def test_feddyn_remembers_the_linear_term() -> None:
 
 def test_scaffold() -> None:
     """Two clients, of class 0 and of class 1. In the first round they go to 0.619203 and -0.619203 in two steps, so
-    that c_0 = -0.619203 / 2 = -0.309601 = -c_1 and c = 0 (lines 12 and 17). In the second the correction c - c_0 = 0.309601
-    slows client 0: its first step is 1/2 - 0.309601 = 0.190399; then z = (0.380797, -0.380797), p_0 =
-    sigmoid(0.761594) = 0.681700, and 0.190399 + 0.318300 - 0.309601 = 0.199097. So c_0 becomes c_0 - c -
-    0.199097 / 2 = -0.409150."""
+    that c_0 = -0.619203 / 2 = -0.309601 = -c_1 and c = 0 (lines 12 and 17). In the second the correction c - c_0 =
+    0.309601 slows client 0: its first step is 1/2 - 0.309601 = 0.190399; then z = (0.380797, -0.380797), p_0 =
+    sigmoid(0.761594) = 0.681700, and 0.190399 + 0.318300 - 0.309601 = 0.199097. So c_0 becomes c_0 - c - 0.199097
+    / 2 = -0.409150."""
     federation = rg.Federation([one_example(0), one_example(1)], one_example(0), 2)
     with rg.Training(Scaffold(**TWO_STEPS), federation, from_zeros, rounds=2) as training:
         one, two = [step.state for step in training.steps()]
@@ -120,8 +120,8 @@ def test_logit_adjustment_and_balanced_softmax() -> None:
 
 def test_creffs_distance() -> None:
     """Rows (3, 4) and (1, 0) against (4, 3) and (0, 2): cosines 24/25 and 0. Biases (1, 1) against (1, -1): cosine 0.
-    By rows: 0.04 + 1 + 1. As one vector: the products sum to 24, the squares to 25 + 1 + 2 = 28 and 25 + 4 + 2 = 31:
-    1 - 24 / sqrt(868)."""
+    By rows: 0.04 + 1 + 1. As one vector: the products sum to 24, the squares to 25 + 1 + 2 = 28 and 25 + 4 + 2 =
+    31: 1 - 24 / sqrt(868)."""
     g_W, g_b = torch.tensor([[[3.0, 4.0], [1.0, 0.0]]]).double(), torch.tensor([[1.0, 1.0]]).double()
     target = {
         "weight": torch.tensor([[[4.0, 3.0], [0.0, 2.0]]]).double(),

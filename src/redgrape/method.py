@@ -113,6 +113,7 @@ class Method(LocalTraining, ABC):
 
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     uses_auxiliary: ClassVar[bool] = False  # whether the server needs a balanced set of its own
+    cheap: ClassVar[Mapping[str, Any]] = {}  # hyper-parameters that only say how much work is done, for quick checks
     assumes: ClassVar[str] = ""  # what else it needs that plain averaging does not
     fidelity: ClassVar[str] = ""  # what it was written from, and what is uncertain
 

@@ -8,8 +8,8 @@ a time:
         redgrape.testing.CHECKS[clause](MyMethod())
 
 A method is checked with its own hyper-parameters, except that it trains one epoch in batches of four, because the data
-are tiny, and does less of what only costs time (`CHEAP`). A broken clause raises AssertionError with a sentence that
-says what is broken.
+are tiny, and does less of what only costs time (`Method.cheap`). A broken clause raises AssertionError with a sentence
+that says what is broken.
 """
 
 from __future__ import annotations
@@ -47,9 +47,6 @@ COUNTS = ((9, 3, 1, 0), (0, 8, 4, 0), (2, 0, 9, 1), (5, 3, 4, 2))
 
 # The server's own examples of each class: a batch and one more, a batch, one, and two.
 AUXILIARY = (BATCH + 1, BATCH, 1, 2)
-
-# Hyper-parameters that say how much work is done, in a method that has them.
-CHEAP = {"retrain_epochs": 2, "match_steps": 2, "features_per_class": 3, "server_steps": 2, "auxiliary_epochs": 1}
 
 CHECKS: dict[str, Callable[[Method], None]] = {}
 
@@ -95,9 +92,7 @@ def _clause(check: Callable[..., None]) -> Callable[..., None]:
 
 def _small(method: Method) -> Method:
     """The method at as little work as shows what it does."""
-    fields = dict(method)
-    cheap = {name: value for name, value in CHEAP.items() if name in fields}
-    return type(method)(**{**fields, "epochs": 1, "batch_size": BATCH, **cheap})
+    return type(method)(**{**dict(method), "epochs": 1, "batch_size": BATCH, **method.cheap})
 
 
 @_clause

@@ -70,6 +70,7 @@ class Creff(FedAvg):
         "the run's own augmentation"
     )
 
+    cheap: ClassVar = {"retrain_epochs": 2, "match_steps": 2, "features_per_class": 3}
     assumes: ClassVar[str] = "class presence may be seen"
 
     def privacy(self) -> str:
