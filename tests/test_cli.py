@@ -456,7 +456,9 @@ def test_export_evaluate_predict(command: Command, finished: Path, vectors: Path
     experiment = Experiment.read(finished / "experiment.toml")
     test = prepare(experiment.data, experiment.seed).test
     np.savez(tmp_path / "test.npz", x=test.x[test.rows].numpy(), y=test.labels.numpy())
-    scores = good(command("evaluate", "model", "test.npz", "--json")).json()
+    evaluated = good(command("evaluate", "model", "test.npz", "--json"))
+    assert "'test.npz' names no test set" in evaluated.err
+    scores = evaluated.json()
     last = summary_of(finished)["last"]
     assert (scores["accuracy"], scores["balanced"]) == (last["accuracy"], pytest.approx(last["balanced"]))
     assert f"{100 * last['accuracy']:.1f} %" in good(command("evaluate", "model", "test.npz")).out

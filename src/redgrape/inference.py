@@ -68,6 +68,14 @@ def read_labelled(path: Path, model: Model) -> Examples:
     return _labelled_folder(path, model) if path.is_dir() else _labelled_npz(path, model)
 
 
+def names_test_set(path: Path) -> bool:
+    """Whether the data says which of it is for the test; else all of it is used, also what a model was trained on."""
+    if path.is_dir():
+        return (path / "test").is_dir()
+    arrays = own.Arrays(path)
+    return "x_test" in arrays or "test" in arrays
+
+
 def _labelled_folder(path: Path, model: Model) -> Examples:
     with durable.storage_errors("read", path):
         folders = own.visible_folders(path)

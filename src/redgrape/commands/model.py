@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from dataclasses import asdict
 from typing import Any
 
@@ -22,11 +23,17 @@ def export(options: argparse.Namespace) -> None:
 
 
 def evaluate(options: argparse.Namespace) -> None:
-    from redgrape.inference import evaluate_model, read_labelled
+    from redgrape.inference import evaluate_model, names_test_set, read_labelled
     from redgrape.model import load_model
 
     model = load_model(options.model)
     scores = evaluate_model(model, read_labelled(options.data, model))
+    if not names_test_set(options.data):
+        print(
+            f"note: '{options.data}' names no test set, so all of it was used; examples that the model was trained on "
+            "flatter it",
+            file=sys.stderr,
+        )
     if options.json:
         print(json.dumps(scores))
         return
