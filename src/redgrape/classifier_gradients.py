@@ -6,7 +6,7 @@ forward pass gives the gradients of any grouping of examples, without a graph.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -59,3 +59,29 @@ def class_mean_gradients(classifier: nn.Linear, batches: Iterable[tuple[Tensor, 
     if classifier.bias is not None:
         gradients["bias"] = biases / count[:, None]
     return gradients
+
+
+def mean_over_holders(
+    sent: Iterable[Tensors], classifier: Tensors, weights: Sequence[Tensor] | None = None
+) -> tuple[Tensors, Tensor]:
+    """The mean of the clients' class gradients over those that hold a class, and which classes somebody holds.
+
+    Each client sent `classes` [m] with weight [m, C, d] and bias [m, C]; the mean is over all C classes, zero where
+    nobody holds one. `weights`: for each client a number for each of its classes (None: all clients count alike).
+    """
+    C = len(classifier["weight"])
+    total = {name: torch.zeros(C, *t.shape, dtype=torch.float64) for name, t in classifier.items()}
+    weight = torch.zeros(C, dtype=torch.float64)
+    for k, gradients in enumerate(sent):
+        classes = gradients["classes"]
+        w = torch.ones(len(classes), dtype=torch.float64) if weights is None else weights[k].double()
+        weight.index_add_(0, classes, w)
+        for name, t in total.items():
+            t.index_add_(0, classes, per_class(w, t) * gradients[name].double())
+    means = {name: (t / per_class(weight.clamp(min=1), t)).to(classifier[name].dtype) for name, t in total.items()}
+    return means, weight > 0
+
+
+def per_class(values: Tensor, table: Tensor) -> Tensor:
+    """One value a class, shaped to go with a table whose first axis is the class."""
+    return values.reshape(-1, *[1] * (table.dim() - 1))

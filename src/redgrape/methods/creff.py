@@ -23,7 +23,8 @@ from pydantic import Field
 from torch import Tensor
 
 from redgrape.class_prior import class_counts
-from redgrape.classifier_gradients import class_mean_gradients
+from redgrape.class_sampling import at_most
+from redgrape.classifier_gradients import class_mean_gradients, mean_over_holders
 from redgrape.errors import ConfigError
 from redgrape.features import features as encode
 from redgrape.gradient_matching import Distance, match
@@ -112,7 +113,7 @@ class Creff(FedAvg):
             rows = [torch.arange(len(site.data))]
         else:
             draws, view = site.generator("gradient draws"), site.generator("gradient view")
-            rows = [_at_most(32, site.data.labels, draws) for _ in range(10)]
+            rows = [at_most(32, site.data.labels, draws) for _ in range(10)]
         means = [
             class_mean_gradients(net.classifier, _encoded(net, r, view, site), classes.to(site.device)) for r in rows
         ]
@@ -122,7 +123,9 @@ class Creff(FedAvg):
     def server_update(self, server: Tree, updates: Mapping[ClientId, Tree], site: ServerSite) -> Tree:
         averaged = self.averaged_model(self.broadcast(server)["model"], updates)
         psi: Tensors = server["psi"]
-        target, classes = mean_class_gradients(updates, psi)
+        means, held = mean_over_holders([u["class_gradients"] for u in updates.values()], psi)
+        classes = held.nonzero().flatten()
+        target = {name: g[classes] for name, g in means.items()}
         features = server["features"].clone()
         features[classes] = match(
             features[classes],
@@ -180,35 +183,8 @@ def _classifier(model: Tensors) -> Tensors:
     return {name: model[f"classifier.{name}"].clone() for name in ("weight", "bias")}
 
 
-def _at_most(limit: int, labels: Tensor, random: torch.Generator) -> Tensor:
-    """Rows with at most so many random examples of each class."""
-    order = torch.randperm(len(labels), generator=random)
-    order = order[labels[order].argsort(stable=True)]
-    sorted_labels = labels[order].contiguous()
-    rank = torch.arange(len(order)) - torch.searchsorted(sorted_labels, sorted_labels)
-    return order[rank < limit]
-
-
 def _encoded(net: Net, rows: Tensor, view: torch.Generator | None, site: ClientSite) -> Iterator[tuple[Tensor, Tensor]]:
     """Features and labels of these rows, augmented by `view` where there is one."""
     for batch in rows.split(_BATCH):
         x = site.inputs(batch, net.classifier.weight.dtype, view)
         yield encode(net.encoder, x, "running"), site.data.labels[batch].to(site.device)
-
-
-def mean_class_gradients(updates: Mapping[ClientId, Tree], like: Tensors) -> tuple[Tensors, Tensor]:
-    """g_c, the uniform mean over the clients that hold c, for the classes that somebody holds; and those classes."""
-    C = len(like["bias"])
-    total = {name: torch.zeros(C, *t.shape, dtype=torch.float64) for name, t in like.items()}
-    holders = torch.zeros(C, dtype=torch.float64)
-    for update in updates.values():
-        sent = update["class_gradients"]
-        holders.index_add_(0, sent["classes"], torch.ones(len(sent["classes"]), dtype=torch.float64))
-        for name, t in total.items():
-            t.index_add_(0, sent["classes"], sent[name].double())
-    classes = holders.nonzero().flatten()
-    means = {
-        name: (t[classes] / holders[classes].reshape(-1, *[1] * (t.dim() - 1))).to(like[name].dtype)
-        for name, t in total.items()
-    }
-    return means, classes

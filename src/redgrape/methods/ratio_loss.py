@@ -69,7 +69,7 @@ class RatioLoss(FedAvg):
         }
 
     def _movements(self, model: Tensors, site: ServerSite) -> Tensor:
-        """Delta_q for every class: [C, C, d]; zero for a class without auxiliary examples."""
+        """Delta_q for every class: [C, C, d]."""
         labels = site.auxiliary_set().labels
         movements = []
         for q in range(site.num_classes):
@@ -82,7 +82,7 @@ class RatioLoss(FedAvg):
                     layer.eval()
             optimizer = self.make_optimizer(net.parameters(), site)
             for _ in range(self.auxiliary_epochs):
-                for batch in self._cut(rows, has_batchnorm=bool(batchnorms(net))) if len(rows) else ():
+                for batch in self._cut(rows, has_batchnorm=bool(batchnorms(net))):
                     optimizer.zero_grad()
                     z = net(site.inputs(batch, net.classifier.weight.dtype))
                     F.cross_entropy(z, labels[batch].to(site.device)).backward()

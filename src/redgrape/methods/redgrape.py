@@ -36,7 +36,8 @@ from torch import Tensor, nn
 
 from redgrape import tree
 from redgrape.aggregation import client_report, mean_delta, sample_weights
-from redgrape.classifier_gradients import class_mean_gradients, summed_gradient
+from redgrape.class_sampling import at_most
+from redgrape.classifier_gradients import class_mean_gradients, mean_over_holders, per_class, summed_gradient
 from redgrape.features import Statistics, features
 from redgrape.method import ClientId, ClientSite, ServerSite
 from redgrape.methods.fedavg import FedAvg
@@ -202,22 +203,10 @@ class RedGrape(FedAvg):
     def _global_prototypes(self, old: Tensors, updates: Mapping[ClientId, Tree]) -> tuple[Tensors, Tensor]:
         """Eq. (14): the mean over the clients that hold a class, the old prototype where nobody does; and which classes
         somebody holds."""
-        C = len(old["weight"])
-        total = {name: torch.zeros(g.shape, dtype=torch.float64) for name, g in old.items()}
-        weight = torch.zeros(C, dtype=torch.float64)
-        for update in updates.values():
-            sent = update["prototypes"]
-            w = (
-                sent["counts"].double()
-                if self.prototype_weights == "count"
-                else torch.ones(len(sent["classes"])).double()
-            )
-            weight.index_add_(0, sent["classes"], w)
-            for name in old:
-                total[name].index_add_(0, sent["classes"], _per_class(w, sent[name]) * sent[name].double())
-        held = weight > 0
-        mean = {name: (t / _per_class(weight.clamp(min=1), t)).to(old[name].dtype) for name, t in total.items()}
-        return {name: torch.where(_per_class(held, g), g, old[name]) for name, g in mean.items()}, held
+        sent = [update["prototypes"] for update in updates.values()]
+        weights = [s["counts"] for s in sent] if self.prototype_weights == "count" else None
+        mean, held = mean_over_holders(sent, {name: g[0] for name, g in old.items()}, weights)
+        return {name: torch.where(per_class(held, g), g, old[name]) for name, g in mean.items()}, held
 
     def privacy(self) -> str:
         if not self.use_prototypes:
@@ -269,10 +258,8 @@ class Balance:
     def _examples(self) -> tuple[Tensor, Tensor]:
         """D_bal: T examples of each class of L_bal, without replacement; one view of them for the whole round."""
         if self.drawn is None or self.method.balanced_draw == "step":
-            order = torch.randperm(len(self.labels), generator=self.draws)
-            order = order[self.labels[order].argsort(stable=True)]  # by class, shuffled within
-            starts = torch.searchsorted(self.labels[order].contiguous(), self.real_classes)
-            rows = order[(starts[:, None] + torch.arange(self.T)).flatten()]
+            rows = at_most(self.T, self.labels, self.draws)
+            rows = rows[torch.isin(self.labels[rows], self.real_classes)]
             x = self.site.inputs(rows, self.net.classifier.weight.dtype, self.views)
             self.drawn = x, self.labels[rows].to(self.site.device)
         return self.drawn
@@ -305,11 +292,6 @@ def _scaled(lam: float, g_bal: Tensor, local: Tensor, balanced: Tensor) -> Tenso
     """lambda g_bal ||g_local|| / ||g_bal||, and zero where g_bal has no direction."""
     usable = torch.isfinite(balanced) & (balanced >= _TINY)
     return torch.where(usable, lam * (local / balanced.clamp(min=_TINY)) * g_bal, torch.zeros_like(g_bal))
-
-
-def _per_class(values: Tensor, like: Tensor) -> Tensor:
-    """One value a class, shaped to go with a table whose first axis is the class."""
-    return values.reshape(-1, *[1] * (like.dim() - 1))
 
 
 def classifier_of(model: Tensors) -> Tensors:
