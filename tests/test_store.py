@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from redgrape.experiment import Experiment
 from redgrape.report import RunView
 from redgrape.runs import Run
 from redgrape.store import FORMAT, RunFolder
-from redgrape.training import RunState
+from redgrape.training import InMemory, RunState
 
 Values = Callable[..., dict[str, Any]]
 
@@ -72,7 +73,12 @@ def state_of(round: int) -> RunState:
         "deep": {"er": {"double": double, "nan": torch.tensor([float("nan"), -0.0, float("inf")])}},
     }
     clients = {k: {"visits": torch.tensor(round * k), "inner": {"dual": double * k}} for k in (0, 3, 12)}
-    return RunState(round, server, clients)
+    return RunState(round, server, InMemory(clients))
+
+
+def on_disk(folder: RunFolder, state: RunState) -> RunState:
+    """The state as a run in this folder would have it."""
+    return replace(state, clients=folder.states(13).updated(state.clients))
 
 
 @pytest.fixture
@@ -86,7 +92,7 @@ def saved(tmp_path: Path, tiny: Values) -> RunFolder:
 
 def save(folder: RunFolder, round: int) -> None:
     folder.append({"round": round, "test": {"accuracy": round / 10}}, {"train": 0.5})
-    folder.save(state_of(round), folder.experiment())
+    folder.save(on_disk(folder, state_of(round)), folder.experiment())
 
 
 def newest(folder: RunFolder) -> RunState:
@@ -116,7 +122,7 @@ def test_a_checkpoint_gives_back_every_bit(tmp_path: Path, tiny: Values) -> None
     assert folder.latest() == (None, [])
     state = state_of(1)
     folder.append({"round": 1}, {})
-    folder.save(state, folder.experiment())
+    folder.save(on_disk(folder, state), folder.experiment())
     back, notes = folder.latest()
     assert back is not None
     assert (back.round, notes) == (1, [])
@@ -131,9 +137,10 @@ def test_a_checkpoint_gives_back_every_bit(tmp_path: Path, tiny: Values) -> None
 def test_a_run_without_client_states_has_no_file_for_them(tmp_path: Path, tiny: Values) -> None:
     folder = RunFolder.create(tmp_path / "run", Experiment.parse(tiny()))
     folder.append({"round": 1}, {})
-    folder.save(RunState(1, state_of(1).server, {}), folder.experiment())
+    folder.save(RunState(1, state_of(1).server), folder.experiment())
     assert sorted(p.name for p in checkpoint(folder, 1).iterdir()) == ["manifest.json", "server.safetensors"]
-    assert newest(folder).clients == {}
+    assert not newest(folder).clients
+    assert not (folder.path / "clients").exists()
 
 
 def test_the_last_two_checkpoints_are_kept(saved: RunFolder) -> None:
@@ -258,6 +265,14 @@ def test_a_newer_format_is_refused(saved: RunFolder) -> None:
         path = checkpoint(saved, round) / "manifest.json"
         path.write_text(json.dumps({**json.loads(path.read_bytes()), "format": FORMAT + 1}))
     with pytest.raises(StorageError, match=f"has format {FORMAT + 1}, newer than this redgrape reads"):
+        saved.latest()
+
+
+def test_an_older_format_is_refused(saved: RunFolder) -> None:
+    for round in (1, 2):
+        path = checkpoint(saved, round) / "manifest.json"
+        path.write_text(json.dumps({**json.loads(path.read_bytes()), "format": FORMAT - 1}))
+    with pytest.raises(StorageError, match=f"has format {FORMAT - 1}, older than this redgrape reads .*finish the run"):
         saved.latest()
 
 

@@ -330,19 +330,19 @@ class Remembering(FedAvg):
 class LosesClientOne(InProcess):
     """Until round 3."""
 
-    def run_clients(self, broadcast, states, round):
-        answers = super().run_clients(broadcast, states, round)
-        return {k: a for k, a in answers.items() if k != 1 or round == 3}
+    def run_clients(self, broadcast, tasks, round):
+        answers = super().run_clients(broadcast, tasks, round)
+        return ((k, a) for k, a in answers if k != 1 or round == 3)
 
 
 class SpoilsClientOne(InProcess):
     """Until round 3."""
 
-    def run_clients(self, broadcast, states, round):
-        answers = super().run_clients(broadcast, states, round)
-        if round < 3:
-            answers[1].update["delta"]["classifier.bias"][0] = math.nan
-        return answers
+    def run_clients(self, broadcast, tasks, round):
+        for k, answer in super().run_clients(broadcast, tasks, round):
+            if k == 1 and round < 3:
+                answer.update["delta"]["classifier.bias"][0] = math.nan
+            yield k, answer
 
 
 @pytest.mark.parametrize("engine", [LosesClientOne, SpoilsClientOne])
@@ -559,11 +559,11 @@ def test_a_worker_lost_between_two_rounds_is_replaced(tmp_path: Path) -> None:
     half = accident(file=str(tmp_path / "happened"))
 
     class KilledBeforeEveryRound(Pool):
-        def run_clients(self, broadcast, states, round):
+        def run_clients(self, broadcast, tasks, round):
             victim = self._workers[round % 2].process
             os.kill(victim.pid, signal.SIGKILL)
             victim.join()
-            return super().run_clients(broadcast, states, round)
+            return super().run_clients(broadcast, tasks, round)
 
     with KilledBeforeEveryRound(half, 2) as pool:
         pooled = after_three_rounds(half, pool)

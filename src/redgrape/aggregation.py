@@ -27,7 +27,7 @@ def delta(net: Net, start: Tensors) -> Tensors:
 
 def buffers(net: Net) -> Tensors:
     """Values that are not trained but follow the training, such as running statistics; none of a frozen encoder."""
-    if not net.encoder.training:
+    if not net.encoder.training or next(net.buffers(), None) is None:
         return {}
     parameters = {name for name, _ in net.named_parameters()}
     return {name: t.detach().cpu().clone() for name, t in net.state_dict().items() if name not in parameters}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -13,6 +14,7 @@ from redgrape.data.augment import NO_AUGMENTATION
 from redgrape.features import batchnorms
 from redgrape.nets.net import Net
 from redgrape.schedule import Schedule, decay
+from redgrape.sgd import Optimizer, Sgd
 from redgrape.tree import Tensors
 
 if TYPE_CHECKING:
@@ -48,14 +50,12 @@ class LocalTraining(BaseModel):
                 layer.eval()
         return net
 
-    def make_optimizer(self, parameters: Iterable[Tensor], site: Site) -> torch.optim.Optimizer:
+    def make_optimizer(self, parameters: Iterable[Tensor], site: Site) -> Optimizer:
         trained = [p for p in parameters if p.requires_grad]
         lr = self.learning_rate(site)
         match self.optimizer:
             case "sgd":
-                return torch.optim.SGD(
-                    trained, lr=lr, momentum=self.momentum, weight_decay=self.weight_decay, fused=True
-                )
+                return Sgd(trained, lr, self.momentum, self.weight_decay)
             case "adam":
                 return torch.optim.Adam(trained, lr=lr, weight_decay=self.weight_decay, fused=True)
             case "adamw":
@@ -63,7 +63,9 @@ class LocalTraining(BaseModel):
 
     def batches(self, site: ClientSite, net: Net) -> Iterator[tuple[Tensor, Tensor]]:
         """Shuffled mini-batches of the client's data, `epochs` times over."""
-        labels, dtype = site.data.labels, net.classifier.weight.dtype
+        dtype = net.classifier.weight.dtype
+        site = replace(site, data=site.data.converted(dtype))  # once a round instead of in every epoch
+        labels = site.data.labels
         shuffle = site.generator("batches")
         augment = site.generator("augment") if site.data.augment != NO_AUGMENTATION else None
         for _ in range(self.epochs):
@@ -88,7 +90,7 @@ class LocalTraining(BaseModel):
             batches[-2:] = [torch.cat(batches[-2:])]
         return batches
 
-    def step(self, optimizer: torch.optim.Optimizer) -> None:
+    def step(self, optimizer: Optimizer) -> None:
         """One step on the gradients that stand in .grad, clipped where asked."""
         if self.clip_norm is not None:
             parameters = [p for group in optimizer.param_groups for p in group["params"]]

@@ -20,6 +20,7 @@ from redgrape import keys, methods
 from redgrape.data.examples import Examples
 from redgrape.errors import ConfigError, DataError, unknown
 from redgrape.local import LocalTraining
+from redgrape.nets.copies import new_net
 from redgrape.nets.net import Net
 from redgrape.tree import Tensors, Tree
 from redgrape.validation import one_line
@@ -48,13 +49,10 @@ class Site:
 
     def load(self, model: Tensors) -> Net:
         """A fresh net with these weights, in training mode; it shares no memory and draws no random numbers."""
-        with keys.global_stream(None):
-            net = self.build()
-        net.load_state_dict(model)
-        net.train()
+        net = new_net(self.build, model)
         if any(p.dim() == 4 for p in net.parameters()):
             net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # missing in torch's stubs
-        return net.to(self.device)
+        return net if self.device.type == "cpu" else net.to(self.device)
 
 
 @dataclass(frozen=True)
@@ -104,9 +102,9 @@ def place_inputs(x: Tensor, device: torch.device) -> Tensor:
 class Method(LocalTraining, ABC):
     """Hyper-parameters as frozen, checked fields; the two halves as pure functions.
 
-    One round: server -> broadcast() -> engine -> client_update() at each client -> {client: update} ->
-    server_update() -> server. `server["model"]` is always what one would deploy and evaluate. Every `server_update`
-    accepts the updates of any non-empty subset of the clients asked.
+    One round: server -> broadcast(), with message() for each client -> engine -> client_update() at each client ->
+    {client: update} -> server_update() -> server. `server["model"]` is always what one would deploy and evaluate. Every
+    `server_update` accepts the updates of any non-empty subset of the clients asked.
     """
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
@@ -149,6 +147,15 @@ class Method(LocalTraining, ABC):
     @abstractmethod
     def broadcast(self, server: Tree) -> Tree:
         """What every client of a round receives."""
+
+    def request(self, site: ClientSite) -> Tree:
+        """What a client tells the server in a round it is sampled for, so that the server can make a message for it
+        alone. Asked only where `message` is defined."""
+        return {}
+
+    def message(self, server: Tree, request: Tree, site: ServerSite) -> Tree:
+        """What one client receives beside the broadcast; its `client_update` finds it among the broadcast's names."""
+        return {}
 
     @abstractmethod
     def client_update(self, broadcast: Tree, state: Tree, site: ClientSite) -> tuple[Tree, Tree]:

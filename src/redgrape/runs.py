@@ -20,6 +20,7 @@ from redgrape.errors import ConfigError, DataError, StorageError
 from redgrape.experiment import Experiment
 from redgrape.store import RunFolder
 from redgrape.training import Step, Training
+from redgrape.tree import Tree
 
 LAST = 10  # a run's result is the mean over this many last evaluations, as in the paper
 FIGURES = ("accuracy", "balanced", "head", "middle", "tail")
@@ -51,13 +52,17 @@ class Run:
                 federation = self._federation()
                 with self._training(federation) as training:
                     model = self.experiment.first_model(federation) if start is None else None
-                    for step in training.steps(start, model):
+                    states = self.folder.states(federation.num_clients)
+                    for step in training.steps(start, model, states, self.folder.path):
+                        start = step.state
                         self.folder.append(step.record, step.seconds)
                         last = step.state.round == self.experiment.rounds
                         if last or step.state.round % self.experiment.checkpoint_every == 0:
                             self.folder.save(step.state, self.experiment)
                         yield step
-            self._finish()
+            if start is None:
+                raise StorageError(f"'{self.folder.path}' has no checkpoint although it has been run")
+            self._finish(start.server)
 
     def _check_files(self) -> None:
         """Raise ConfigError where the method's own file is not what it was when the run began."""
@@ -103,11 +108,8 @@ class Run:
             self.folder.write_environment(here)
         return federation
 
-    def _finish(self) -> None:
-        state, _ = self.folder.latest()
-        if state is None:
-            raise StorageError(f"'{self.folder.path}' has no checkpoint although it has been run")
-        self.folder.write_summary(summarize(self.folder, self.experiment, hashlib.sha256(tree.to_bytes(state.server))))
+    def _finish(self, server: Tree) -> None:
+        self.folder.write_summary(summarize(self.folder, self.experiment, hashlib.sha256(tree.to_bytes(server))))
 
     def extend(self, rounds: int) -> None:
         """Let the run go on to this many rounds."""

@@ -6,6 +6,7 @@
     metrics.jsonl            one line a round; equal in bits between equal runs
     times.jsonl              wall-clock seconds a round, apart because they never are
     checkpoints/round-NNNNNN/{server,clients}.safetensors and manifest.json with their checksums; the last two are kept
+    clients/NNNNNN.states    the clients' states, where they have any; clients.safetensors is the index to them
     summary.json             the result, written after the last round
     lock                     held by the process that writes here
 
@@ -33,9 +34,10 @@ from redgrape.data.examples import Examples
 from redgrape.data.federation import Federation
 from redgrape.errors import BusyError, ConfigError, StorageError
 from redgrape.experiment import Experiment, hash_of, read_toml
+from redgrape.state_files import StateFiles, StateFolder, files_in_use
 from redgrape.training import RunState
 
-FORMAT = 1
+FORMAT = 2
 KEPT = 2
 CHECKPOINT_FILES = {"server.safetensors", "clients.safetensors"}
 MANIFEST_KEYS = {"format", "round", "rounds", "experiment", "files", "metrics"}
@@ -44,6 +46,9 @@ MANIFEST_KEYS = {"format", "round", "rounds", "experiment", "files", "metrics"}
 class RunFolder:
     def __init__(self, path: Path, made: Sequence[Path] | None = None) -> None:
         self.path = path
+        self._states = StateFolder(path / "clients")
+        self._lines = hashlib.sha256()  # of metrics.jsonl, with its length
+        self._line_bytes = 0
         self._made = made  # the folders that `create` made, the innermost first; None for a run of before
 
     @classmethod
@@ -122,9 +127,19 @@ class RunFolder:
         }
         durable.replace_file(self.path / "partition.safetensors", tree.to_bytes(arrays))
 
+    def states(self, num_clients: int) -> StateFiles:
+        """Where the states of a new run's clients are kept."""
+        return StateFiles(self._states, num_clients)
+
     def append(self, record: Mapping[str, Any], seconds: Mapping[str, float]) -> None:
-        durable.append_line(self.path / "metrics.jsonl", json.dumps(record))
+        line = json.dumps(record)
+        durable.append_line(self.path / "metrics.jsonl", line)
+        self._count_line(line.encode() + b"\n")
         durable.append_line(self.path / "times.jsonl", json.dumps({"round": record["round"], **seconds}))
+
+    def _count_line(self, line: bytes) -> None:
+        self._lines.update(line)
+        self._line_bytes += len(line)
 
     def metrics(self) -> list[dict[str, Any]]:
         return _read_lines(self.path / "metrics.jsonl")
@@ -133,30 +148,47 @@ class RunFolder:
         return _read_lines(self.path / "times.jsonl")
 
     def cut_after(self, round: int) -> None:
-        """Drop the lines of rounds that no checkpoint covers, and a line that a crash cut short."""
+        """Drop what came after the newest good checkpoint: damaged ones, lines, and a line that a crash cut short."""
+        for newer in [path for path in self._checkpoints() if _round_of(path) > round]:
+            with durable.storage_errors("remove", newer):
+                shutil.rmtree(newer)
+        self._remove_unused_states()
+        self._lines, self._line_bytes = hashlib.sha256(), 0
         for name in ("metrics.jsonl", "times.jsonl"):
             path = self.path / name
             if path.exists():
-                kept = [line for line in _whole_lines(path) if _is_up_to(line, round)]
-                durable.replace_file(path, b"".join(line + b"\n" for line in kept))
+                kept = [line + b"\n" for line in _whole_lines(path) if _is_up_to(line, round)]
+                durable.replace_file(path, b"".join(kept))
+                if name == "metrics.jsonl":
+                    self._count_line(b"".join(kept))
 
     def save(self, state: RunState, experiment: Experiment) -> None:
         files = {"server.safetensors": tree.to_bytes(state.server)}
         if state.clients:
-            files["clients.safetensors"] = tree.to_bytes({str(k): s for k, s in state.clients.items()})
-        lines = b"".join(line + b"\n" for line in _whole_lines(self.path / "metrics.jsonl"))
+            assert isinstance(state.clients, StateFiles)
+            self._states.commit()
+            files["clients.safetensors"] = tree.to_bytes(state.clients.to_index())
         manifest = {
             "format": FORMAT,
             "round": state.round,
             "rounds": experiment.rounds,
             "experiment": hash_of({**read_toml(self.path / "experiment.toml"), "rounds": experiment.rounds}),
             "files": {name: _digest(data) for name, data in files.items()},
-            "metrics": _digest(lines),
+            "metrics": {"bytes": self._line_bytes, "sha256": self._lines.hexdigest()},
         }
         durable.create_folder(self._checkpoint(state.round), {**files, "manifest.json": _json(manifest)})
         for old in self._checkpoints()[:-KEPT]:
             with durable.storage_errors("remove", old):
                 shutil.rmtree(old)
+        self._remove_unused_states()
+
+    def _remove_unused_states(self) -> None:
+        """Of the files with client states keep those that a checkpoint needs."""
+        if self._states.path.exists():
+            indices = [path / "clients.safetensors" for path in self._checkpoints()]
+            with durable.storage_errors("read", self.path), suppress(StorageError):  # then it is not known which
+                used = [files_in_use(index.read_bytes()) for index in indices if index.exists()]
+                self._states.keep_only(set().union(*used))
 
     def latest(self) -> tuple[RunState | None, list[str]]:
         """The newest checkpoint that is whole, and what was wrong with newer ones."""
@@ -184,10 +216,15 @@ class RunFolder:
             raise StorageError(f"'{self.path / 'metrics.jsonl'}' is damaged: it does not begin as '{path}' says")
         try:
             server = tree.from_bytes(data["server.safetensors"])
-            clients = tree.from_bytes(data["clients.safetensors"]) if "clients.safetensors" in data else {}
+            index = tree.from_bytes(data["clients.safetensors"]) if "clients.safetensors" in data else None
         except safetensors.SafetensorError as error:
             raise StorageError(f"'{path}' cannot be read: {error}") from error
-        return RunState(manifest["round"], server, {int(k): state for k, state in clients.items()})
+        if index is None:
+            return RunState(manifest["round"], server)
+        try:
+            return RunState(manifest["round"], server, StateFiles.from_index(self._states, index))
+        except StorageError as error:
+            raise StorageError(f"'{path}' is not whole: {error}") from error
 
     def _manifest(self, path: Path) -> dict[str, Any]:
         """The manifest, once it says what one of this checkpoint must say."""
@@ -195,6 +232,11 @@ class RunFolder:
         described = read_toml(self.path / "experiment.toml")  # unparsed: a later redgrape may know more keys
         if isinstance(manifest, dict) and isinstance(version := manifest.get("format"), int) and version > FORMAT:
             raise StorageError(f"'{path}' has format {version}, newer than this redgrape reads ({FORMAT})")
+        if isinstance(manifest, dict) and manifest.get("format") in range(FORMAT):
+            raise StorageError(
+                f"'{path}' has format {manifest['format']}, older than this redgrape reads ({FORMAT}); finish the run "
+                "with the redgrape that began it"
+            )
         try:
             digests = [manifest["metrics"], *manifest["files"].values()]
             whole = (
@@ -230,6 +272,7 @@ class RunFolder:
         for leftover in [*self.path.glob(".*.tmp"), *(self.path / "checkpoints").glob(".*.tmp")]:
             with durable.storage_errors("remove", leftover):
                 shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
+        self._remove_unused_states()
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         durable.replace_file(self.path / "summary.json", _json(summary))

@@ -30,13 +30,13 @@ from torch import Tensor, nn
 from redgrape import keys, nets, tree
 from redgrape.data.examples import Examples
 from redgrape.data.federation import Federation
-from redgrape.engines import Answer, ClientHalf, Engine
+from redgrape.engines import Answer, ClientHalf, Engine, Task
 from redgrape.engines.in_process import InProcess
 from redgrape.engines.pool import Pool
 from redgrape.method import ClientId, Method, ServerSite
 from redgrape.nets.net import Net
 from redgrape.numerics import same_bits_everywhere
-from redgrape.training import RunState, _first_state, rounds, sample_clients
+from redgrape.training import InMemory, RunState, _first_state, rounds, sample_clients
 from redgrape.tree import Tensors, Tree
 
 SEED, ROUNDS, BATCH, CLASSES = 7, 3, 4, 4
@@ -149,7 +149,8 @@ def updates_share_no_memory(method: Method) -> None:
         flat = tree.flatten(passed.tree)
         if passed.kind == "broadcast":
             places = {_memory(data.x): "the client's inputs", _memory(data.y): "the client's labels"}
-            places |= {_memory(t): f"the broadcast's '{name}'" for name, t in flat.items()}
+        if passed.kind in ("broadcast", "message"):
+            places |= {_memory(t): f"the {passed.kind}'s '{name}'" for name, t in flat.items()}
         if passed.kind == "update":
             for name, t in flat.items():
                 if t.numel() and _memory(t) in places:
@@ -235,7 +236,7 @@ def resumed_run_equals_straight_run(method: Method) -> None:
     straight = _run(method)
     for state in straight[:-1]:
         clients = {k: tree.from_bytes(tree.to_bytes(s)) for k, s in state.clients.items()}
-        stored = RunState(state.round, tree.from_bytes(tree.to_bytes(state.server)), clients)
+        stored = RunState(state.round, tree.from_bytes(tree.to_bytes(state.server)), InMemory(clients))
         resumed = _run(pickle.loads(pickle.dumps(method)), start=stored)  # noqa: S301  # pickled in this line
         _must_equal(straight[state.round :], resumed, f"the run resumed after round {state.round}")
 
@@ -343,9 +344,9 @@ class _Reversed(InProcess):
     """Runs the clients, and returns their answers, in reversed order."""
 
     def run_clients(
-        self, broadcast: Tree, states: Mapping[ClientId, Tree | None], round: int
-    ) -> Mapping[ClientId, Answer]:
-        return super().run_clients(broadcast, {k: states[k] for k in reversed(list(states))}, round)
+        self, broadcast: Tree, tasks: Mapping[ClientId, Task], round: int
+    ) -> Iterator[tuple[ClientId, Answer]]:
+        return super().run_clients(broadcast, {k: tasks[k] for k in reversed(list(tasks))}, round)
 
 
 class _Dropping(InProcess):
@@ -356,10 +357,10 @@ class _Dropping(InProcess):
         self._keep = keep
 
     def run_clients(
-        self, broadcast: Tree, states: Mapping[ClientId, Tree | None], round: int
-    ) -> Mapping[ClientId, Answer]:
-        answers = list(super().run_clients(broadcast, states, round).items())
-        return dict(answers[i] for i in self._keep)
+        self, broadcast: Tree, tasks: Mapping[ClientId, Task], round: int
+    ) -> Iterator[tuple[ClientId, Answer]]:
+        answers = list(super().run_clients(broadcast, tasks, round))
+        return (answers[i] for i in self._keep)
 
 
 def _memory(t: Tensor) -> int:
@@ -399,7 +400,7 @@ def _run(
 class _Passed(NamedTuple):
     """A tree on its way from one half of a method to the other."""
 
-    kind: Literal["server", "broadcast", "update", "state"]
+    kind: Literal["server", "broadcast", "message", "update", "state"]
     what: str
     tree: Tree
 
@@ -416,7 +417,9 @@ def _exchange(method: Method, case: _Case | None = None) -> Iterator[_Passed]:
         yield _Passed("broadcast", f"the broadcast of round {t}", broadcast)
         updates: dict[ClientId, Tree] = {}
         for k in sample_clients(case.eligible, case.clients_per_round, SEED, t):
-            updates[k], states[k] = half.run(k, broadcast, states.get(k), t)
+            message = method.message(server, method.request(half.site(k, t)), replace(site, round=t))
+            yield _Passed("message", f"client {k}'s message of round {t}", message)
+            updates[k], states[k] = half.run(k, broadcast, Task(states.get(k), message), t)
             yield _Passed("update", f"client {k}'s update of round {t}", updates[k])
             yield _Passed("state", f"client {k}'s state after round {t}", states[k])
         with same_bits_everywhere():

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 import time
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,13 +16,41 @@ from torch import Tensor, nn
 
 from redgrape import engines, keys, tree
 from redgrape.data.federation import Federation
-from redgrape.engines import ClientHalf, Engine
+from redgrape.engines import ClientHalf, Engine, Task
 from redgrape.errors import ConfigError, DataError, Diverged, TooFewClients
 from redgrape.features import batchnorms
 from redgrape.method import ClientId, Method, ServerSite
 from redgrape.nets.net import Net
 from redgrape.numerics import same_bits_everywhere
+from redgrape.shelf import Shelf
 from redgrape.tree import Tensors, Tree
+
+
+class ClientStates(Mapping[ClientId, Tree]):
+    """The states of the clients that have one. Each is made when it is looked up, so that it may lie on a disk."""
+
+    @abstractmethod
+    def updated(self, new: Mapping[ClientId, Tree]) -> ClientStates:
+        """These states with the new ones in their place."""
+
+
+class InMemory(ClientStates):
+    """Client states in memory."""
+
+    def __init__(self, states: Mapping[ClientId, Tree] | None = None) -> None:
+        self._states = states or {}
+
+    def updated(self, new: Mapping[ClientId, Tree]) -> InMemory:
+        return InMemory({**self._states, **{k: tree.ordered(state) for k, state in new.items()}})
+
+    def __getitem__(self, client: ClientId) -> Tree:
+        return self._states[client]
+
+    def __iter__(self) -> Iterator[ClientId]:
+        return iter(self._states)
+
+    def __len__(self) -> int:
+        return len(self._states)
 
 
 @dataclass(frozen=True)
@@ -28,7 +59,7 @@ class RunState:
 
     round: int
     server: Tree
-    clients: Mapping[ClientId, Tree]
+    clients: ClientStates = field(default_factory=InMemory)
     record: Mapping[str, Any] = field(default_factory=dict)  # what happened in this round; decides nothing
 
 
@@ -41,46 +72,97 @@ def rounds(
     clients_per_round: int,
     model: Tensors | None = None,
     start: RunState | None = None,
+    states: ClientStates | None = None,
+    spill: Path | None = None,
 ) -> Iterator[RunState]:
-    """The states after round 1, 2, ... `site.rounds`: from `model` (else from `site.build`), or from `start` on."""
-    state = start if start is not None else _first_state(method, engine, site, eligible, model)
-    for t in range(state.round + 1, site.rounds + 1):
-        here = replace(site, round=t)
-        sampled = sample_clients(eligible, clients_per_round, site.seed, t)
+    """The states after round 1, 2, ... `site.rounds`: from `model` (else from `site.build`), or from `start` on.
+
+    `states`: where the clients' states are kept, none as yet (None: in memory). `spill`: a folder for answers that wait
+    for a round to end and are more than memory should hold; a round's updates are gone when the next one begins.
+    """
+    state = start if start is not None else _first_state(method, engine, site, eligible, model, states)
+    with closing(Shelf(spill)) as shelf:
+        for t in range(state.round + 1, site.rounds + 1):
+            shelf.clear()
+            sampled = sample_clients(eligible, clients_per_round, site.seed, t)
+            state = _round(method, engine, replace(site, round=t), state, sampled, shelf)
+            yield state
+
+
+def _round(
+    method: Method, engine: Engine, site: ServerSite, state: RunState, sampled: Sequence[ClientId], shelf: Shelf
+) -> RunState:
+    with same_bits_everywhere():
+        broadcast = tree.ordered(method.broadcast(state.server))
+    tasks = _Tasks(method, engine, state, sampled, site)
+    updates: dict[ClientId, Tree] = {}
+    states: dict[ClientId, Tree] = {}
+    rejected: dict[ClientId, str] = {}
+    for k, answer in engine.run_clients(broadcast, tasks, site.round):
+        if reason := _not_finite(answer.update):
+            rejected[k] = reason
+        else:
+            updates[k] = shelf.put(answer.update)
+            if answer.state:  # a client without state (most methods) is not remembered
+                states[k] = shelf.put(answer.state)
+    updates, rejected = dict(sorted(updates.items())), dict(sorted(rejected.items()))
+    advice = "lower the learning rate or clip the gradient"
+    if not updates and not rejected:
+        raise TooFewClients(f"no client answered in round {site.round}")
+    if not updates:
+        raise Diverged(f"DIVERGED in round {site.round}: {_first_reason(rejected)}; {advice}")
+    with same_bits_everywhere():
+        server = tree.ordered(method.server_update(state.server, updates, site))
+        if where := _not_finite(server):
+            raise Diverged(f"DIVERGED in round {site.round}: server {where}; {advice}")
+        record = {
+            "round": site.round,
+            "clients": list(sampled),
+            "answered": list(updates),
+            "rejected": {str(k): reason for k, reason in rejected.items()},
+            "train_loss": _mean_loss(updates),
+            "bytes_down": len(sampled) * tree.num_bytes(broadcast) + sum(tasks.message_bytes.values()),
+            "bytes_up": sum(tree.num_bytes(update) for update in updates.values()),
+            **{name: value.tolist() for name, value in method.log(server, updates).items()},
+        }
+    return RunState(site.round, server, state.clients.updated(states) if states else state.clients, record)
+
+
+class _Tasks(Mapping[ClientId, Task]):
+    """The tasks of a round's clients, each made when it is looked up."""
+
+    def __init__(
+        self, method: Method, engine: Engine, state: RunState, sampled: Sequence[ClientId], site: ServerSite
+    ) -> None:
+        self._method, self._state, self._sampled, self._site = method, state, sampled, site
+        self._requests: Mapping[ClientId, Tree] = {}
+        if type(method).message is not Method.message:
+            self._requests = dict(engine.requests(sampled, site.round))
+        self.message_bytes: dict[ClientId, int] = {}
+
+    def __getitem__(self, client: ClientId) -> Task:
+        state = self._state.clients.get(client)
+        if client not in self._requests:
+            return Task(state)
         with same_bits_everywhere():
-            broadcast = tree.ordered(method.broadcast(state.server))
-        answers = engine.run_clients(broadcast, {k: state.clients.get(k) for k in sampled}, t)
-        rejected = {k: reason for k in sorted(answers) if (reason := _not_finite(answers[k].update))}
-        accepted = {k: answers[k] for k in sorted(answers) if k not in rejected}
-        if not answers:
-            raise TooFewClients(f"no client answered in round {t}")
-        if not accepted:
-            raise Diverged(
-                f"DIVERGED in round {t}: {_first_reason(rejected)}; lower the learning rate or clip the gradient"
-            )
-        updates = {k: answer.update for k, answer in accepted.items()}
-        with same_bits_everywhere():
-            server = tree.ordered(method.server_update(state.server, updates, here))
-            if where := _not_finite(server):
-                raise Diverged(f"DIVERGED in round {t}: server {where}; lower the learning rate or clip the gradient")
-            record = {
-                "round": t,
-                "clients": sampled,
-                "answered": list(accepted),
-                "rejected": {str(k): reason for k, reason in rejected.items()},
-                "train_loss": _mean_loss(updates),
-                "bytes_down": len(sampled) * tree.num_bytes(broadcast),
-                "bytes_up": sum(tree.num_bytes(update) for update in updates.values()),
-                **{name: value.tolist() for name, value in method.log(server, updates).items()},
-            }
-        # A client without state (most methods) is not remembered.
-        clients = {**state.clients, **{k: a.state for k, a in accepted.items() if a.state}}
-        state = RunState(t, server, clients, record)
-        yield state
+            message = tree.ordered(self._method.message(self._state.server, self._requests[client], self._site))
+        self.message_bytes[client] = tree.num_bytes(message)
+        return Task(state, message)
+
+    def __iter__(self) -> Iterator[ClientId]:
+        return iter(self._sampled)
+
+    def __len__(self) -> int:
+        return len(self._sampled)
 
 
 def _first_state(
-    method: Method, engine: Engine, site: ServerSite, clients: Sequence[ClientId], model: Tensors | None = None
+    method: Method,
+    engine: Engine,
+    site: ServerSite,
+    clients: Sequence[ClientId],
+    model: Tensors | None = None,
+    states: ClientStates | None = None,
 ) -> RunState:
     if model is None:
         model = site.build().state_dict()
@@ -92,7 +174,7 @@ def _first_state(
             survey = {name: t + survey[name] for name, t in flat.items()} if survey else flat
     with same_bits_everywhere():
         server = method.init_server(model, replace(site, round=0, survey=tree.unflatten(survey)))
-        return RunState(0, tree.ordered(server), {})
+        return RunState(0, tree.ordered(server), states if states is not None else InMemory())
 
 
 def sample_clients(eligible: Sequence[ClientId], count: int, seed: int, round: int) -> list[ClientId]:
@@ -106,7 +188,8 @@ def sample_clients(eligible: Sequence[ClientId], count: int, seed: int, round: i
 def _not_finite(update: Tree) -> str | None:
     """`tensor 'delta/encoder.0.weight' is not finite`, or None."""
     for name, t in tree.flatten(update).items():
-        if t.is_floating_point() and not torch.isfinite(t).all():
+        # The sum is finite in nearly every case, and far cheaper than a look at each number.
+        if t.is_floating_point() and not torch.isfinite(t.sum()) and not torch.isfinite(t).all():
             return f"tensor '{name}' is not finite"
     return None
 
@@ -188,8 +271,15 @@ class Training:
         )
         self.engine = engines.create(ClientHalf(method, federation, build, seed, rounds, place), workers)
 
-    def steps(self, start: RunState | None = None, model: Tensors | None = None) -> Iterator[Step]:
-        """The rounds after `start`, or all of them from these initial weights (None: those that `build` gives)."""
+    def steps(
+        self,
+        start: RunState | None = None,
+        model: Tensors | None = None,
+        states: ClientStates | None = None,
+        spill: Path | None = None,
+    ) -> Iterator[Step]:
+        """The rounds after `start`, or all of them from these initial weights (None: those that `build` gives). The
+        last two as for `rounds`."""
         before = time.perf_counter()
         for state in rounds(
             self.method,
@@ -199,6 +289,8 @@ class Training:
             clients_per_round=self.clients_per_round,
             model=model,
             start=start,
+            states=states,
+            spill=spill,
         ):
             trained = time.perf_counter()
             record = dict(state.record)

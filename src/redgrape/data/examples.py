@@ -3,6 +3,7 @@ at a time."""
 
 from __future__ import annotations
 
+import math
 import warnings
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,6 +14,8 @@ from torch import Tensor
 
 from redgrape.data.augment import NO_AUGMENTATION, Augment
 from redgrape.errors import DataError
+
+_KEPT_CONVERTED = 1 << 23  # numbers: 32 MB of float32
 
 
 @dataclass(frozen=True)
@@ -77,6 +80,13 @@ class Examples:
         x = self.x[rows if self.rows is None else self.rows[rows]].contiguous()
         x = self.pixels(x, dtype) if x.dtype == torch.uint8 else x.to(dtype)
         return x if augment is None else self.augment(x, augment)
+
+    def converted(self, dtype: torch.dtype) -> Examples:
+        """The same examples as network inputs already, where they are few enough to be kept so."""
+        numbers = len(self) * math.prod(self.x.shape[1:])
+        if numbers > _KEPT_CONVERTED or (self.x.dtype == dtype and self.rows is None):
+            return self
+        return Examples(self.inputs(torch.arange(len(self)), dtype), self.labels, self.pixels, self.augment)
 
     def check(self, num_classes: int, what: str) -> None:
         """Raise DataError for a label outside the classes or an input that is not finite."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Literal, NamedTuple, Protocol, Self, TypeAlias
 
 import torch
@@ -23,6 +23,14 @@ from redgrape.tree import Tensors, Tree
 Split: TypeAlias = Literal["test", "validation"]
 
 
+class Task(NamedTuple):
+    """What one client gets for a round beside the broadcast: its state (None before its first round), and a message of
+    its own."""
+
+    state: Tree | None = None
+    message: Tree = MappingProxyType({})
+
+
 class Answer(NamedTuple):
     """What one client's round gives: its update for the server, and its new state, which stays with the client."""
 
@@ -34,10 +42,14 @@ class Engine(Protocol):
     """Runs the client half of a method somewhere, and evaluates models where the clients run."""
 
     def run_clients(
-        self, broadcast: Tree, states: Mapping[ClientId, Tree | None], round: int
-    ) -> Mapping[ClientId, Answer]:
-        """One round of the clients that `states` names, each with its state (None before its first round). May answer
-        for fewer than were asked."""
+        self, broadcast: Tree, tasks: Mapping[ClientId, Task], round: int
+    ) -> Iterator[tuple[ClientId, Answer]]:
+        """One round of the clients that `tasks` names: their answers as they arrive, in any order. May answer for fewer
+        than were asked. A task is made when it is looked up, so that not all of them are in memory at once."""
+        ...
+
+    def requests(self, clients: Sequence[ClientId], round: int) -> Iterator[tuple[ClientId, Tree]]:
+        """These clients' answers to Method.request."""
         ...
 
     def survey(self, clients: Sequence[ClientId]) -> Iterator[Tree]:
@@ -79,12 +91,18 @@ class ClientHalf:
             self.federation.client(client),
         )
 
-    def run(self, client: ClientId, broadcast: Tree, state: Tree | None, round: int) -> Answer:
+    def run(self, client: ClientId, broadcast: Tree, task: Task, round: int) -> Answer:
         keep_freed_memory()
         site = self.site(client, round)
+        received = {**broadcast, **task.message}
         with same_bits_everywhere(), keys.global_stream(keys.key(self.seed, "global", round, client)):
-            before = self.method.init_client(broadcast) if state is None else state
-            return Answer(*self.method.client_update(broadcast, before, site))
+            before = self.method.init_client(received) if task.state is None else task.state
+            return Answer(*self.method.client_update(received, before, site))
+
+    def requests(self, clients: Sequence[ClientId], round: int) -> Iterator[tuple[ClientId, Tree]]:
+        for client in clients:
+            with same_bits_everywhere():
+                yield client, self.method.request(self.site(client, round))
 
     def survey(self, clients: Sequence[ClientId]) -> Iterator[Tree]:
         for client in sorted(clients):

@@ -7,7 +7,7 @@ from types import TracebackType
 from typing import Self
 
 from redgrape import evaluate, tree
-from redgrape.engines import Answer, ClientHalf, Split
+from redgrape.engines import Answer, ClientHalf, Split, Task
 from redgrape.evaluate import Scores
 from redgrape.method import ClientId
 from redgrape.tree import Tensors, Tree
@@ -18,10 +18,14 @@ class InProcess:
         self._half = half
 
     def run_clients(
-        self, broadcast: Tree, states: Mapping[ClientId, Tree | None], round: int
-    ) -> Mapping[ClientId, Answer]:
-        answers = ((k, self._half.run(k, broadcast, state, round)) for k, state in states.items())
-        return {k: Answer(tree.ordered(update), tree.ordered(state)) for k, (update, state) in answers}
+        self, broadcast: Tree, tasks: Mapping[ClientId, Task], round: int
+    ) -> Iterator[tuple[ClientId, Answer]]:
+        for k, task in tasks.items():
+            update, state = self._half.run(k, broadcast, task, round)
+            yield k, Answer(tree.ordered(update), tree.ordered(state))
+
+    def requests(self, clients: Sequence[ClientId], round: int) -> Iterator[tuple[ClientId, Tree]]:
+        return self._half.requests(clients, round)
 
     def survey(self, clients: Sequence[ClientId]) -> Iterator[Tree]:
         return self._half.survey(clients)

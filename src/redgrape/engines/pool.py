@@ -26,7 +26,7 @@ from typing import Any, Self
 import torch
 
 from redgrape import evaluate, tree
-from redgrape.engines import Answer, ClientHalf, Split
+from redgrape.engines import Answer, ClientHalf, Split, Task
 from redgrape.engines.shared_memory import SharedFederation
 from redgrape.errors import ConfigError, RedgrapeError
 from redgrape.evaluate import Scores
@@ -45,7 +45,9 @@ class Pool:
         self._needs_main = _check_importable(half)
         self._half, self._deadline = half, deadline
         self._shared = SharedFederation(half.federation)
-        self._context = _context()
+        self._context = _context(
+            preload=[] if half.method.optimizer == "sgd" else ["torch._dynamo"]
+        )  # torch.optim imports it
         self._workers: list[_Worker] = []
         try:
             self._workers += [self._start() for _ in range(workers)]
@@ -66,15 +68,23 @@ class Pool:
         return _Worker(process, ours)
 
     def run_clients(
-        self, broadcast: Tree, states: Mapping[ClientId, Tree | None], round: int
-    ) -> Mapping[ClientId, Answer]:
-        packed = tree.to_bytes(broadcast)
-        longest_first = sorted(states, key=lambda k: (-self._half.federation.size(k), k))
-        tasks = {k: (k, round, None if (state := states[k]) is None else tree.to_bytes(state)) for k in longest_first}
-        answers = self._run("client", tasks, packed)
-        return {
-            k: Answer(tree.from_bytes(update), tree.from_bytes(state)) for k, (update, state) in sorted(answers.items())
-        }
+        self, broadcast: Tree, tasks: Mapping[ClientId, Task], round: int
+    ) -> Iterator[tuple[ClientId, Answer]]:
+        def details(k: ClientId) -> Any:
+            state, message = tasks[k]
+            return (
+                k,
+                round,
+                None if state is None else tree.to_bytes(state),
+                tree.to_bytes(message) if message else None,
+            )
+
+        longest_first = sorted(tasks, key=lambda k: (-self._half.federation.size(k), k))
+        for k, (update, state) in self._run("client", longest_first, details, tree.to_bytes(broadcast)):
+            yield k, Answer(tree.from_bytes(update), tree.from_bytes(state))
+
+    def requests(self, clients: Sequence[ClientId], round: int) -> Iterator[tuple[ClientId, Tree]]:
+        return self._half.requests(clients, round)
 
     def survey(self, clients: Sequence[ClientId]) -> Iterator[Tree]:
         return self._half.survey(clients)
@@ -82,25 +92,29 @@ class Pool:
     def evaluate(self, model: Tensors, split: Split) -> Scores:
         starts = evaluate.batch_starts(self._half.examples(split))
         share = -(-len(starts) // len(self._workers))  # batches a worker, rounded up
-        tasks = {i: (split, starts[i : i + share]) for i in range(0, len(starts), share)}
-        parts = self._run("score", tasks, tree.to_bytes(model))
+        tasks = range(0, len(starts), share)
+        parts = dict(self._run("score", tasks, lambda i: (split, starts[i : i + share]), tree.to_bytes(model)))
         return evaluate.combine([score for _, part in sorted(parts.items()) for score in part])
 
-    def _run(self, kind: str, tasks: Mapping[int, Any], payload: bytes) -> dict[int, Any]:
-        """Every task to a free worker; the answers by the tasks' ids. `payload` goes once to each worker."""
+    def _run(
+        self, kind: str, tasks: Sequence[int], details: Callable[[int], Any], payload: bytes
+    ) -> Iterator[tuple[int, Any]]:
+        """Every task, with its details, to a free worker; the answers as they come. `payload` goes once to each."""
         try:
-            return self._run_all(kind, tasks, payload)
-        except BaseException:
+            yield from self._run_all(kind, tasks, details, payload)
+        except BaseException:  # also where nobody wants the rest of the answers
             for i, worker in enumerate(self._workers):
                 if worker.task is not None:  # its answer must not be taken for that of a later task
                     self._replace(i)
             raise
 
-    def _run_all(self, kind: str, tasks: Mapping[int, Any], payload: bytes) -> dict[int, Any]:
-        waiting, failures = deque(tasks), dict.fromkeys(tasks, 0)
-        answers: dict[int, Any] = {}
+    def _run_all(
+        self, kind: str, tasks: Sequence[int], details: Callable[[int], Any], payload: bytes
+    ) -> Iterator[tuple[int, Any]]:
+        waiting, failures, missing = deque(tasks), dict.fromkeys(tasks, 0), len(tasks)
         fresh = set(self._workers)  # have not got the payload yet
-        while len(answers) < len(tasks):
+        arrived: list[tuple[int, Any]] = []
+        while missing:
             for i in range(len(self._workers)):
                 if self._workers[i].task is None and waiting:
                     if not self._workers[i].process.is_alive():
@@ -108,12 +122,15 @@ class Pool:
                     worker = self._workers[i]
                     task = waiting.popleft()
                     worker.assign(task, self._deadline)
-                    worker.send((kind, tasks[task], payload if worker in fresh else None))
+                    worker.send((kind, details(task), payload if worker in fresh else None))
                     fresh.discard(worker)
-            for worker in self._answering():
+            yield from arrived  # only now, when no worker waits for something to do
+            missing -= len(arrived)
+            arrived = []
+            for worker in self._answering() if missing else ():
                 status, value = worker.receive()
                 if status == "answer":
-                    answers[worker.finish()] = value
+                    arrived.append((worker.finish(), value))
                 elif status == "refused":
                     worker.finish()
                     raise value
@@ -128,7 +145,6 @@ class Pool:
                         )
                     waiting.appendleft(task)
                     fresh.add(self._replace(self._workers.index(worker)))
-        return answers
 
     def _answering(self) -> list[_Worker]:
         """The busy workers that have answered, died or missed their deadline."""
@@ -212,11 +228,11 @@ class _Worker:
         self.connection.close()  # closing twice is harmless
 
 
-def _context() -> Any:
+def _context(preload: list[str]) -> Any:
     """A clean server process forks the workers where that exists: they start fast and inherit no threads."""
     if "forkserver" in multiprocessing.get_all_start_methods():
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["redgrape.engines.pool", "torch._dynamo"])  # the first optimizer needs dynamo
+        context.set_forkserver_preload(["redgrape.engines.pool", *preload])
         return context
     return multiprocessing.get_context("spawn")
 
@@ -286,8 +302,12 @@ def _serve(
             if payload is not None:
                 received = tree.from_bytes(payload)
             if kind == "client":
-                client, round, state = details
-                answer = half.run(client, received, None if state is None else tree.from_bytes(state), round)
+                client, round, state, message = details
+                task = Task(
+                    None if state is None else tree.from_bytes(state),
+                    {} if message is None else tree.from_bytes(message),
+                )
+                answer = half.run(client, received, task, round)
                 connection.send(("answer", (tree.to_bytes(answer.update), tree.to_bytes(answer.state))))
             else:
                 split, starts = details
