@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from abc import abstractmethod
@@ -85,15 +86,15 @@ def rounds(
         for t in range(state.round + 1, site.rounds + 1):
             shelf.clear()
             sampled = sample_clients(eligible, clients_per_round, site.seed, t)
-            state = _round(method, engine, replace(site, round=t), state, sampled, shelf)
+            with same_bits_everywhere():
+                state = _round(method, engine, replace(site, round=t), state, sampled, shelf)
             yield state
 
 
 def _round(
     method: Method, engine: Engine, site: ServerSite, state: RunState, sampled: Sequence[ClientId], shelf: Shelf
 ) -> RunState:
-    with same_bits_everywhere():
-        broadcast = tree.ordered(method.broadcast(state.server))
+    broadcast = tree.ordered(method.broadcast(state.server))
     tasks = _Tasks(method, engine, state, sampled, site)
     updates: dict[ClientId, Tree] = {}
     states: dict[ClientId, Tree] = {}
@@ -111,20 +112,19 @@ def _round(
         raise TooFewClients(f"no client answered in round {site.round}")
     if not updates:
         raise Diverged(f"DIVERGED in round {site.round}: {_first_reason(rejected)}; {advice}")
-    with same_bits_everywhere():
-        server = tree.ordered(method.server_update(state.server, updates, site))
-        if where := _not_finite(server):
-            raise Diverged(f"DIVERGED in round {site.round}: server {where}; {advice}")
-        record = {
-            "round": site.round,
-            "clients": list(sampled),
-            "answered": list(updates),
-            "rejected": {str(k): reason for k, reason in rejected.items()},
-            "train_loss": _mean_loss(updates),
-            "bytes_down": len(sampled) * tree.num_bytes(broadcast) + sum(tasks.message_bytes.values()),
-            "bytes_up": sum(tree.num_bytes(update) for update in updates.values()),
-            **{name: value.tolist() for name, value in method.log(server, updates).items()},
-        }
+    server = tree.ordered(method.server_update(state.server, updates, site))
+    if where := _not_finite(server):
+        raise Diverged(f"DIVERGED in round {site.round}: server {where}; {advice}")
+    record = {
+        "round": site.round,
+        "clients": list(sampled),
+        "answered": list(updates),
+        "rejected": {str(k): reason for k, reason in rejected.items()},
+        "train_loss": _mean_loss(updates),
+        "bytes_down": len(sampled) * tree.num_bytes(broadcast) + sum(tasks.message_bytes.values()),
+        "bytes_up": sum(tree.num_bytes(update) for update in updates.values()),
+        **{name: value.tolist() for name, value in method.log(server, updates).items()},
+    }
     return RunState(site.round, server, state.clients.updated(states) if states else state.clients, record)
 
 
@@ -144,8 +144,7 @@ class _Tasks(Mapping[ClientId, Task]):
         state = self._state.clients.get(client)
         if client not in self._requests:
             return Task(state)
-        with same_bits_everywhere():
-            message = tree.ordered(self._method.message(self._state.server, self._requests[client], self._site))
+        message = tree.ordered(self._method.message(self._state.server, self._requests[client], self._site))
         self.message_bytes[client] = tree.num_bytes(message)
         return Task(state, message)
 
@@ -189,7 +188,7 @@ def _not_finite(update: Tree) -> str | None:
     """`tensor 'delta/encoder.0.weight' is not finite`, or None."""
     for name, t in tree.flatten(update).items():
         # The sum is finite in nearly every case, and far cheaper than a look at each number.
-        if t.is_floating_point() and not torch.isfinite(t.sum()) and not torch.isfinite(t).all():
+        if t.is_floating_point() and not math.isfinite(t.sum()) and not torch.isfinite(t).all():
             return f"tensor '{name}' is not finite"
     return None
 

@@ -35,7 +35,7 @@ def weighted_mean(groups: Sequence[Tensors], weights: Sequence[float]) -> Tensor
     for name, first in groups[0].items():
         accumulator = torch.zeros(first.shape, dtype=torch.float64)
         for group, weight in zip(groups, weights, strict=True):
-            accumulator.add_(group[name].double(), alpha=weight / total)
+            accumulator.add_(group[name], alpha=weight / total)
         mean[name] = accumulator.to(first.dtype)
     return mean
 

@@ -1,8 +1,9 @@
 """Clients in persistent worker processes, one thread each.
 
-Whole clients go to whichever worker is free, the longest first. What crosses is bytes: the broadcast once to each
-worker and round, a client's state to the worker that runs it, its answer back. A worker that dies or misses its
-deadline is replaced and its client run again; the same keys give the same bytes.
+Whole clients go to whichever worker is free, the longest first. What crosses is named tensors, in memory that the
+coordinator shares with each worker: the broadcast once to each worker and round, a client's state to the worker that
+runs it, its answer back. A worker that dies or misses its deadline is replaced and its client run again; the same keys
+give the same bits.
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
-from types import TracebackType
-from typing import Any, Self
+from types import MappingProxyType, TracebackType
+from typing import Any, NamedTuple, Self
 
 import torch
 
-from redgrape import evaluate, tree
+from redgrape import evaluate
 from redgrape.engines import Answer, ClientHalf, Split, Task
-from redgrape.engines.shared_memory import SharedFederation
+from redgrape.engines.shared_memory import Mailbox, SharedFederation
 from redgrape.errors import ConfigError, RedgrapeError
 from redgrape.evaluate import Scores
 from redgrape.method import ClientId, Method
@@ -59,29 +60,22 @@ class Pool:
 
     def _start(self) -> _Worker:
         ours, theirs = self._context.Pipe()
-        half = self._half
+        half, inbox, outbox = self._half, Mailbox(), Mailbox()
         job = (half.method, self._shared, half.build, half.seed, half.rounds, half.device)
-        process = self._context.Process(target=_serve, args=(theirs, *job), daemon=True, name="redgrape-worker")
+        process = self._context.Process(
+            target=_serve, args=(theirs, inbox, outbox, *job), daemon=True, name="redgrape-worker"
+        )
         with _uninterrupted(), contextlib.nullcontext() if self._needs_main else _without_main():
             process.start()
         theirs.close()
-        return _Worker(process, ours)
+        return _Worker(process, ours, inbox, outbox)
 
     def run_clients(
         self, broadcast: Tree, tasks: Mapping[ClientId, Task], round: int
     ) -> Iterator[tuple[ClientId, Answer]]:
-        def details(k: ClientId) -> Any:
-            state, message = tasks[k]
-            return (
-                k,
-                round,
-                None if state is None else tree.to_bytes(state),
-                tree.to_bytes(message) if message else None,
-            )
-
         longest_first = sorted(tasks, key=lambda k: (-self._half.federation.size(k), k))
-        for k, (update, state) in self._run("client", longest_first, details, tree.to_bytes(broadcast)):
-            yield k, Answer(tree.from_bytes(update), tree.from_bytes(state))
+        for k, answer in self._run("client", longest_first, lambda k: _Job((k, round), *tasks[k]), broadcast):
+            yield k, Answer(answer.get("update", {}), answer.get("state", {}))
 
     def requests(self, clients: Sequence[ClientId], round: int) -> Iterator[tuple[ClientId, Tree]]:
         return self._half.requests(clients, round)
@@ -93,15 +87,15 @@ class Pool:
         starts = evaluate.batch_starts(self._half.examples(split))
         share = -(-len(starts) // len(self._workers))  # batches a worker, rounded up
         tasks = range(0, len(starts), share)
-        parts = dict(self._run("score", tasks, lambda i: (split, starts[i : i + share]), tree.to_bytes(model)))
-        return evaluate.combine([score for _, part in sorted(parts.items()) for score in part])
+        parts = dict(self._run("score", tasks, lambda i: _Job((split, starts[i : i + share])), model))
+        return evaluate.combine([score for _, part in sorted(parts.items()) for score in _rows(part)])
 
     def _run(
-        self, kind: str, tasks: Sequence[int], details: Callable[[int], Any], payload: bytes
-    ) -> Iterator[tuple[int, Any]]:
-        """Every task, with its details, to a free worker; the answers as they come. `payload` goes once to each."""
+        self, kind: str, tasks: Sequence[int], job: Callable[[int], _Job], payload: Tree
+    ) -> Iterator[tuple[int, Tree]]:
+        """The job of every task to a free worker; the answers as they come. `payload` goes once to each worker."""
         try:
-            yield from self._run_all(kind, tasks, details, payload)
+            yield from self._run_all(kind, tasks, job, payload)
         except BaseException:  # also where nobody wants the rest of the answers
             for i, worker in enumerate(self._workers):
                 if worker.task is not None:  # its answer must not be taken for that of a later task
@@ -109,11 +103,11 @@ class Pool:
             raise
 
     def _run_all(
-        self, kind: str, tasks: Sequence[int], details: Callable[[int], Any], payload: bytes
-    ) -> Iterator[tuple[int, Any]]:
+        self, kind: str, tasks: Sequence[int], job: Callable[[int], _Job], payload: Tree
+    ) -> Iterator[tuple[int, Tree]]:
         waiting, failures, missing = deque(tasks), dict.fromkeys(tasks, 0), len(tasks)
         fresh = set(self._workers)  # have not got the payload yet
-        arrived: list[tuple[int, Any]] = []
+        arrived: list[tuple[int, Tree]] = []
         while missing:
             for i in range(len(self._workers)):
                 if self._workers[i].task is None and waiting:
@@ -122,7 +116,7 @@ class Pool:
                     worker = self._workers[i]
                     task = waiting.popleft()
                     worker.assign(task, self._deadline)
-                    worker.send((kind, details(task), payload if worker in fresh else None))
+                    worker.send(kind, job(task), payload if worker in fresh else None)
                     fresh.discard(worker)
             yield from arrived  # only now, when no worker waits for something to do
             missing -= len(arrived)
@@ -178,10 +172,20 @@ class Pool:
         self.close()
 
 
+class _Job(NamedTuple):
+    """What a worker is to do: few words, and tensors."""
+
+    details: tuple[Any, ...]
+    state: Tree | None = None
+    message: Tree = MappingProxyType({})
+
+
 @dataclass(eq=False)
 class _Worker:
     process: Any
     connection: Connection[Any, Any]
+    inbox: Mailbox  # the worker's
+    outbox: Mailbox
     task: int | None = None
     ends: float | None = None  # on the monotonic clock
 
@@ -200,16 +204,23 @@ class _Worker:
     def is_late(self) -> bool:
         return self.ends is not None and time.monotonic() >= self.ends
 
-    def send(self, message: Any) -> None:
+    def send(self, kind: str, job: _Job, payload: Tree | None) -> None:
+        letter = self.inbox.write(
+            {
+                **({} if payload is None else {"payload": payload}),
+                **({} if job.state is None else {"state": job.state}),
+                "message": job.message,
+            }
+        )
         with contextlib.suppress(OSError):  # it has died; receive() will say so
-            self.connection.send(message)
+            self.connection.send((kind, job.details, payload is not None, job.state is not None, letter))
 
     def receive(self) -> tuple[str, Any]:
         """("ready", None), ("answer", value), ("refused", error), ("error", text) or ("lost", reason)."""
         try:
             if self.connection.poll():
                 status, value = self.connection.recv()
-                return status, value
+                return status, self.outbox.read(value) if status == "answer" else value
         except (EOFError, OSError):
             pass
         if self.process.is_alive() and self.is_late():
@@ -225,7 +236,10 @@ class _Worker:
     def kill(self) -> None:
         self.process.kill()
         self.process.join(timeout=10)
-        self.connection.close()  # closing twice is harmless
+        if not self.connection.closed:
+            self.connection.close()
+            self.inbox.close()
+            self.outbox.close()
 
 
 def _context(preload: list[str]) -> Any:
@@ -278,6 +292,8 @@ def _uninterrupted() -> Iterator[None]:
 
 def _serve(
     connection: Connection[Any, Any],
+    inbox: Mailbox,
+    outbox: Mailbox,
     method: Method,
     shared: SharedFederation,
     build: Callable[[], Net],
@@ -292,30 +308,35 @@ def _serve(
     torch.set_num_threads(1)
     half = ClientHalf(method, shared.federation(), build, seed, rounds, device)
     connection.send(("ready", None))
-    received: Any = None
+    payload: Any = None
     while True:
         try:
-            kind, details, payload = connection.recv()
+            kind, details, has_payload, has_state, letter = connection.recv()
         except EOFError:
             return
         try:
-            if payload is not None:
-                received = tree.from_bytes(payload)
+            received = inbox.read(letter)
+            if has_payload:
+                payload = received.get("payload", {})
             if kind == "client":
-                client, round, state, message = details
-                task = Task(
-                    None if state is None else tree.from_bytes(state),
-                    {} if message is None else tree.from_bytes(message),
-                )
-                answer = half.run(client, received, task, round)
-                connection.send(("answer", (tree.to_bytes(answer.update), tree.to_bytes(answer.state))))
+                client, round = details
+                state = received.get("state", {}) if has_state else None
+                update, state = half.run(client, payload, Task(state, received.get("message", {})), round)
+                answer: Tree = {"update": update, "state": state}
             else:
                 split, starts = details
-                connection.send(("answer", half.score(received, split, starts)))
+                confusions, losses = zip(*half.score(payload, split, starts), strict=True)
+                answer = {"confusion": torch.stack(confusions), "loss": torch.tensor(losses, dtype=torch.float64)}
+            connection.send(("answer", outbox.write(answer)))
         except RedgrapeError as error:
             connection.send(("refused", error))
         except Exception:
             connection.send(("error", traceback.format_exc()))
+
+
+def _rows(scores: Tree) -> Iterator[tuple[torch.Tensor, float]]:
+    """The confusion counts and the loss of each batch."""
+    return zip(scores["confusion"], scores["loss"].tolist(), strict=True)
 
 
 def _error_in_client(kind: str, task: int, text: str) -> RuntimeError:

@@ -1,4 +1,4 @@
-"""Arrays that several processes read without a copy.
+"""Arrays that several processes read without a copy, and named tensors handed from one process to another.
 
 What was mapped from a file is mapped again from the same file. Everything else is copied once into anonymous memory
 whose only handle is a file descriptor passed to the workers: nothing is left behind, however a process ends.
@@ -17,10 +17,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from redgrape import tree
 from redgrape.data.examples import Examples
 from redgrape.data.federation import Federation
+from redgrape.tree import Tensors, Tree
 
 _HAS_FD_PASSING = hasattr(reduction, "DupFd")  # not on Windows, where workers get a copy
+_ALIGNED = 64  # bytes
 
 
 class SharedArray:
@@ -40,6 +43,59 @@ class SharedArray:
 
     def close(self) -> None:
         os.close(self._fd)
+
+
+class Mailbox:
+    """Hands trees from one process to another: one writes, one reads, one tree at a time. What goes through a pipe is
+    where the tensors lie."""
+
+    def __init__(self, fd: int | None = None) -> None:
+        self._fd = _anonymous_file(1) if fd is None else fd
+        self._memory: mmap.mmap | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _open_mailbox, (reduction.DupFd(self._fd),) if _HAS_FD_PASSING else ()
+
+    def write(self, content: Tree) -> Any:
+        """A letter for `read`, which holds until the next one is written."""
+        if not _HAS_FD_PASSING:
+            return tree.to_bytes(content)
+        flat, letter, end = tree.flatten(content), [], 0
+        for name, t in flat.items():
+            letter.append((name, t.dtype, tuple(t.shape), end))
+            end += -(-t.numel() * t.element_size() // _ALIGNED) * _ALIGNED
+        memory = self._mapped(end)
+        for t, (_, dtype, shape, offset) in zip(flat.values(), letter, strict=True):
+            if t.numel():
+                torch.frombuffer(memory, dtype=dtype, count=t.numel(), offset=offset).view(shape).copy_(t.detach())
+        return letter
+
+    def read(self, letter: Any) -> dict[str, Any]:
+        """The tree, in memory of its own."""
+        if not _HAS_FD_PASSING:
+            return tree.from_bytes(letter)
+        flat: Tensors = {}
+        for name, dtype, shape, offset in letter:
+            t = flat[name] = torch.empty(shape, dtype=dtype)
+            if t.numel():
+                memory = self._mapped(offset + t.numel() * t.element_size())
+                t.copy_(torch.frombuffer(memory, dtype=dtype, count=t.numel(), offset=offset).view(shape))
+        return tree.unflatten(flat)
+
+    def _mapped(self, size: int) -> mmap.mmap:
+        if self._memory is None or len(self._memory) < size:
+            if os.fstat(self._fd).st_size < size:
+                os.ftruncate(self._fd, size)
+            self._memory = mmap.mmap(self._fd, 0)
+        return self._memory
+
+    def close(self) -> None:
+        self._memory = None
+        os.close(self._fd)
+
+
+def _open_mailbox(handle: Any = None) -> Mailbox:
+    return Mailbox(None if handle is None else handle.detach())
 
 
 def _anonymous_file(size: int) -> int:
