@@ -157,8 +157,8 @@ def environment(device: str, federation: Federation) -> dict[str, Any]:
 def contents(federation: Federation) -> str:
     """SHA-256 over what the split's rows hold, the clients' and those for evaluation."""
     digest = hashlib.sha256()
-    clients = [federation.client(k) for k in range(federation.num_clients)]
-    for examples in (*clients, federation.test, federation.validation, federation.auxiliary):
+    clients = federation.train.take(np.concatenate(federation.parts))  # one after another
+    for examples in (clients, federation.test, federation.validation, federation.auxiliary):
         if examples is not None:
             digest.update(examples.labels.numpy().astype("<i8").tobytes())
             for start in range(0, len(examples), 4096):  # in blocks: x may be larger than memory

@@ -114,7 +114,7 @@ class Federation:
         rows = np.concatenate([np.asarray(part, dtype=np.int64) for part in parts])
         if rows.min() < 0 or rows.max() >= len(train):
             raise DataError(f"a client's rows reach from {rows.min()} to {rows.max()}; there are {len(train)} examples")
-        if len(np.unique(rows)) < len(rows):
+        if np.bincount(rows).max() > 1:
             raise DataError("an example belongs to two clients, or twice to one; every row may be named once")
         for name, examples in (("test", test), ("validation", validation), ("auxiliary", auxiliary)):
             if examples is not None and _kind(examples) != _kind(train):
@@ -136,8 +136,9 @@ class Federation:
         self.auxiliary = auxiliary
         self.num_classes = num_classes
         self.class_names = list(class_names) if class_names is not None else [str(c) for c in range(num_classes)]
-        labels = train.labels.numpy()
-        self.client_counts = np.stack([np.bincount(labels[part], minlength=num_classes) for part in self.parts])
+        owner = np.repeat(np.arange(len(parts)), [len(part) for part in parts])
+        counts = np.bincount(owner * num_classes + train.labels.numpy()[rows], minlength=len(parts) * num_classes)
+        self.client_counts = counts.reshape(len(parts), num_classes)
         self.groups = Groups.by_count(self.class_counts.tolist(), tail)
 
     @property
