@@ -5,8 +5,9 @@
     python benchmarks/scale.py --clients 2000 --sampled 1000 --net cnn --rounds 4 --method fedavg
 
 The data are random vectors or images: nothing is measured that depends on what they show. The run is `redgrape run` in
-a process of its own, with its workers, and is watched from outside: the resident memory of all its processes (what
-they share counts once) and their open files, at the end of every round.
+a process of its own, with its workers, and is watched from outside at the end of every round: the resident memory of
+all its processes (what they share counts once), the part of it that they allocated (the rest is the data set, which
+lies in memory once and is counted as its pages are first touched, and program code), and their open files.
 """
 
 from __future__ import annotations
@@ -96,18 +97,17 @@ def watch(options: argparse.Namespace, folder: Path) -> list[dict[str, float]]:
 
 def figures(pid: int) -> dict[str, float]:
     """Of the process and all its children, as far as they live: bytes, and counts of open files."""
-    resident = files = coordinator = 0
+    resident = allocated = files = 0
     for p in [pid, *children(pid)]:
         try:
             fields = dict(line.split(":", 1) for line in Path(f"/proc/{p}/smaps_rollup").read_text().splitlines()[1:])
             values = {name: int(value.split()[0]) << 10 for name, value in fields.items()}
             resident += values["Pss"]  # what is shared counts once over all
             files += sum(1 for _ in Path(f"/proc/{p}/fd").iterdir())
-            if p == pid:
-                coordinator = values["Rss"]
+            allocated += values["Pss_Anon"]
         except (FileNotFoundError, ProcessLookupError, PermissionError):
             continue
-    return {"resident": resident, "coordinator": coordinator, "files": files}
+    return {"resident": resident, "allocated": allocated, "files": files}
 
 
 def children(pid: int) -> list[int]:
@@ -132,8 +132,8 @@ def report(options: argparse.Namespace, rows: list[dict[str, float]]) -> None:
     print("| figure | value |\n|---|---|")
     print(f"| start-up, until the first round begins | {rows[0]['before_first_round']:.1f} s |")
     print(f"| a round (median) | {statistics.median(row['train'] for row in rows):.2f} s |")
-    for name, what in (("resident", "all processes"), ("coordinator", "the coordinator")):
-        print(f"| resident memory of {what}, highest | {max(row[name] for row in rows) / 2**20:.0f} MB |")
+    for name, what in (("resident", "resident memory"), ("allocated", "of it allocated")):
+        print(f"| {what}, highest | {max(row[name] for row in rows) / 2**20:.0f} MB |")
         if len(after) > 10:
             print(f"| its growth in 100 rounds, after {options.rounds // 4} | {slope(name) * 100 / 2**20:+.2f} MB |")
     print(

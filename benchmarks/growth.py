@@ -1,0 +1,160 @@
+"""How the cost of a round grows: seconds and memory against clients, examples, classes, features and workers.
+
+    python benchmarks/growth.py --plot docs/images/growth.png --json growth.json
+
+Every point is a run of a few rounds in a process of its own, on random data, with one worker except where workers are
+counted. Seconds: the median round after the first. Memory: the highest resident memory of the run over that of a
+process that has only imported what it needs. Exponents are fitted to the upper half of each line, where what does not
+grow has lost its weight: 1 means proportional.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import statistics
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+LINES: dict[str, tuple[str, list[int]]] = {
+    "all": ("clients in all, 20 of them sampled", [100, 1000, 10_000, 100_000]),
+    "sampled": ("clients sampled a round", [10, 30, 100, 300, 1000]),
+    "examples": ("examples of a client", [16, 64, 256, 1024, 4096]),
+    "classes": ("classes (RedGrape, exact prototypes)", [10, 30, 100, 300]),
+    "classes_rank": ("classes (RedGrape, prototypes of rank 4)", [10, 30, 100, 300]),
+    "features": ("features (RedGrape, exact prototypes)", [64, 256, 1024, 4096]),
+    "workers": ("workers", [1, 2, 4]),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--lines", nargs="+", default=list(LINES), choices=list(LINES))
+    parser.add_argument("--plot", type=Path)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--point", nargs=2, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.point:
+        line, value = options.point
+        print(json.dumps(point(line, int(value))))
+        return
+    found: dict[str, list[dict[str, float]]] = {}
+    for line in options.lines:
+        found[line] = [measured(line, value) for value in LINES[line][1]]
+        print(f"{line}: {found[line]}", file=sys.stderr)
+    print("| grows | from, to | seconds a round | exponent | MB | exponent |\n|---|---|---|---|---|---|")
+    for line, points in found.items():
+        ends = points[0], points[-1]
+        print(
+            f"| {LINES[line][0]} | {ends[0]['value']:,}, {ends[1]['value']:,} "
+            f"| {ends[0]['seconds']:.3f}, {ends[1]['seconds']:.3f} | {exponent(points, 'seconds'):.2f} "
+            f"| {ends[0]['memory'] / 2**20:.0f}, {ends[1]['memory'] / 2**20:.0f} | {exponent(points, 'memory'):.2f} |"
+        )
+    if options.json:
+        options.json.write_text(json.dumps(found, indent=1))
+    if options.plot:
+        draw(found, options.plot)
+
+
+def measured(line: str, value: int) -> dict[str, float]:
+    command = [sys.executable, __file__, "--point", line, str(value)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    answer: dict[str, float] = json.loads(done.stdout)
+    return {"value": value, **answer}
+
+
+def point(line: str, value: int) -> dict[str, float]:
+    from redgrape.data.examples import Examples
+    from redgrape.data.federation import Federation
+    from redgrape.methods.fedavg import FedAvg
+    from redgrape.methods.redgrape import RedGrape
+    from redgrape.training import Training
+
+    setting = {"all": 1000, "sampled": 20, "examples": 20, "classes": 10, "features": 64, "workers": 1, "rounds": 5}
+    if line == "sampled":
+        setting["all"] = 2000
+    if line == "workers":
+        setting |= {"examples": 2000, "sampled": 12, "features": 512}
+    if line in ("classes", "classes_rank", "features"):
+        setting |= {"all": 20, "sampled": 5, "examples": 100}
+    if line == "features":
+        setting["classes"] = 30
+    setting[line.removesuffix("_rank")] = value
+    training_options: dict[str, Any] = {"epochs": 1, "batch_size": 16, "lr": 0.01}
+    method: FedAvg = FedAvg(**training_options)
+    if line in ("classes", "features"):
+        method = RedGrape(**training_options)
+    if line == "classes_rank":
+        method = RedGrape(**training_options, prototype_rank=4)
+    random = np.random.default_rng(0)
+    count = setting["all"] * setting["examples"]
+    x, y = random.random((count, 32), dtype=np.float32), random.integers(0, setting["classes"], count)
+    federation = Federation.from_parts(
+        Examples(x, y), np.split(np.arange(count), setting["all"]), Examples(x[:256], y[:256]), setting["classes"]
+    )
+    build = partial(net, setting["features"], setting["classes"])
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with Training(
+        method,
+        federation,
+        build,
+        rounds=setting["rounds"],
+        clients_per_round=setting["sampled"],
+        workers=setting["workers"],
+        evaluate_every=100,
+    ) as training:
+        seconds = [step.seconds["train"] for step in training.steps()]
+    after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return {"seconds": statistics.median(seconds[1:]), "memory": max(1, after - before) << 10}
+
+
+def net(features: int, classes: int) -> Any:
+    from torch import nn
+
+    from redgrape.nets.net import Net
+
+    return Net(nn.Sequential(nn.Linear(32, features), nn.ReLU()), nn.Linear(features, classes))
+
+
+def exponent(points: list[dict[str, float]], name: str) -> float:
+    upper = points[len(points) // 2 - (len(points) < 4) :]
+    return float(np.polyfit(np.log([p["value"] for p in upper]), np.log([p[name] for p in upper]), 1)[0])
+
+
+def draw(found: dict[str, list[dict[str, float]]], path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(2, 4, figsize=(13, 6), constrained_layout=True)
+    for axis in axes.flat[len(found) :]:
+        axis.axis("off")
+    for axis, (line, points) in zip(axes.flat, found.items(), strict=False):
+        values = [p["value"] for p in points]
+        axis.loglog(values, [p["seconds"] for p in points], "o-", color="#0072B2")
+        axis.set_title(LINES[line][0], fontsize=9)
+        axis.set_ylabel("seconds a round", color="#0072B2")
+        axis.grid(alpha=0.3)
+        right = axis.twinx()
+        right.loglog(values, [p["memory"] / 2**20 for p in points], "s--", color="#D55E00")
+        right.set_ylabel("MB", color="#D55E00")
+        axis.text(
+            0.04,
+            0.93,
+            f"seconds ~ n^{exponent(points, 'seconds'):.2f}\nmemory ~ n^{exponent(points, 'memory'):.2f}",
+            transform=axis.transAxes,
+            va="top",
+            fontsize=8,
+        )
+    figure.savefig(path, dpi=110)
+
+
+if __name__ == "__main__":
+    main()
