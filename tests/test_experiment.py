@@ -516,7 +516,7 @@ def test_initial_weights(tmp_path: Path) -> None:
 
 
 def test_the_shipped_experiments_are_valid() -> None:
-    found = list((Path(__file__).parent.parent / "experiments").rglob("*.toml"))
+    found = list((Path(__file__).parent.parent / "experiments").glob("*.toml"))  # not the suites
     assert found
     for path, name in itertools.product(found, methods.names()):
         values = read_toml(path)

@@ -126,11 +126,45 @@ def _parser() -> argparse.ArgumentParser:
     _add_on_flag(command)
     _add_execution_flags(command)
 
+    command = add("reproduce", "suites", "run the experiments of a table or figure of the paper, and write it")
+    command.add_argument("name", nargs="?", help="the suite, such as table2 or fig_lambda; without it they are listed")
+    command.add_argument(
+        "--scale", choices=["paper", "study", "quick"], default="quick", help="how much is run (quick: minutes)"
+    )
+    command.add_argument(
+        "--only", nargs="+", default=[], metavar="WHAT", help="some cells, e.g. mnist ir=100 method=redgrape"
+    )
+    command.add_argument("--seeds", type=_seeds, metavar="0,1,2", help="the seeds; without them the scale's")
+    command.add_argument("--out", type=Path, default=Path("runs"), metavar="DIR", help="where runs are and go (runs)")
+    _add_suite_flags(command)
+    command.add_argument("--record", action="store_true", help="copy finished cells, without weights, to the records")
+    command.add_argument("--no-run", action="store_true", help="write the tables from what there is, run nothing")
+    command.add_argument("--into", type=Path, metavar="FILE", help="put the table into a Markdown page, at its marks")
+    _add_execution_flags(command)
+
+    command = add("sweep", "suites", "run a grid of one's own, or search, and write its table")
+    command.add_argument("grid", nargs="+", metavar="KEY=V1,V2", help="an axis; with --search also KEY=LOW..HIGH[:log]")
+    command.add_argument("--experiment", type=Path, metavar="FILE", help="a TOML file that describes the rest")
+    command.add_argument("--seeds", type=_seeds, metavar="0,1,2", help="the seeds; without them the experiment's")
+    command.add_argument("--search", type=_positive, metavar="N", help="let Optuna propose N settings, by validation")
+    _add_experiment_flags(command)
+    command.add_argument("--out", type=Path, default=Path("runs"), metavar="DIR", help="where runs are and go (runs)")
+    command.add_argument("--name", default="sweep", help="the folder below it for this grid (sweep)")
+    _add_on_flag(command)
+    _add_suite_flags(command)
+    _add_execution_flags(command)
+
     command = add("ls", "inspection", "list runs")
     command.add_argument("folder", nargs="?", type=Path, default=Path("runs"), help="below this folder (runs)")
     command = add("show", "inspection", "show one run")
     command.add_argument("run", type=Path, help="the run folder")
     _add_on_flag(command)
+    command = add("report", "page", "write one HTML page about runs, to open in a browser or to pass on")
+    command.add_argument("folders", nargs="+", type=Path, metavar="FOLDER", help="a run, or a folder with runs in it")
+    command.add_argument("--out", type=Path, default=Path("report.html"), metavar="FILE", help="the page (report.html)")
+    command = add("serve", "page", "show the runs of a folder live, to a browser on this machine")
+    command.add_argument("folder", nargs="?", type=Path, default=Path("runs"), help="below this folder (runs)")
+    command.add_argument("--port", type=_port, default=8765, metavar="N", help="where (8765; 0 for any free one)")
     command = add("methods", "inspection", "list the methods, or one with its hyper-parameters")
     command.add_argument("name", nargs="?", help="a method")
     command.add_argument("--net", default="cnn", metavar="NAME", help="tell what is sent with this net (cnn)")
@@ -174,6 +208,17 @@ def _add_experiment_flags(command: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_suite_flags(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--plan", action="store_true", help="print the cells, their state and the time they will take")
+    command.add_argument(
+        "--results",
+        type=Path,
+        default=Path("results"),
+        metavar="DIR",
+        help="where records of finished cells are (results)",
+    )
+
+
 def _add_on_flag(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--on",
@@ -190,11 +235,18 @@ def _add_execution_flags(command: argparse.ArgumentParser) -> None:
     group.add_argument("--data-root", type=Path, metavar="DIR", help="where data files are (else $REDGRAPE_DATA)")
     group.add_argument("--dry-run", action="store_true", help="print what would run")
     group.add_argument("--quiet", action="store_true", help="no progress")
+    group.add_argument("--tensorboard", action="store_true", help="also log to RUN/tensorboard (needs that extra)")
 
 
 def _positive(text: str) -> int:
     if not (text.isdecimal() and int(text) > 0):
         raise argparse.ArgumentTypeError(f"'{text}' is not a whole number of at least 1")
+    return int(text)
+
+
+def _port(text: str) -> int:
+    if not (text.isdecimal() and len(text) < 6 and int(text) < 2**16):
+        raise argparse.ArgumentTypeError(f"'{text}' is not a port; choose 1024 to 65535, or 0 for any free one")
     return int(text)
 
 

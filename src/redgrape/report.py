@@ -176,7 +176,7 @@ def print_table(results: Sequence[Result]) -> None:
 
 def draw_per_class(results: Sequence[Result], path: Path) -> None:
     """Accuracy per class from head to tail, a line a method (bars show the spread over seeds), over the class sizes."""
-    plt = _pyplot()
+    plt = pyplot()
     environment = results[0].runs[0].environment or {}
     counts, names = environment["class_counts"], environment["class_names"]
     order = sorted(range(len(counts)), key=lambda c: (-counts[c], c))
@@ -185,7 +185,7 @@ def draw_per_class(results: Sequence[Result], path: Path) -> None:
     figure, (top, bottom) = plt.subplots(
         2, 1, figsize=(10 if wide else 8, 6), sharex=True, gridspec_kw={"height_ratios": [3, 1]}, layout="constrained"
     )
-    for result, colour, marker in zip(results, _colours(len(results)), "os^Dv<>phX*P" * 9, strict=False):
+    for result, colour, marker in zip(results, colours(len(results)), "os^Dv<>phX*P" * 9, strict=False):
         per_class = result.per_class()
         pairs = [mean_std(per_class[c]) if per_class[c] else (math.nan, None) for c in order]
         errors = [100 * (std or 0.0) for _, std in pairs] if any(std for _, std in pairs) else None
@@ -223,13 +223,13 @@ def draw_per_class(results: Sequence[Result], path: Path) -> None:
     plt.close(figure)
 
 
-def _colours(count: int) -> list[str]:
+def colours(count: int) -> list[str]:
     """Grape red for the last, cooler colours for what it is compared with."""
     others = ["#4c78a8", "#f2a541", "#54a24b", "#9d755d", "#72b7b2", "#b279a2", "#5f6a72", "#d6a5c9"]
     return [*[others[i % len(others)] for i in range(count - 1)], "#8e1b3f"]
 
 
-def _pyplot() -> Any:
+def pyplot() -> Any:
     try:
         import matplotlib as mpl
     except ImportError as error:

@@ -18,8 +18,9 @@ from redgrape.data.federation import Federation
 from redgrape.data.prepare import prepare
 from redgrape.errors import ConfigError, DataError, StorageError
 from redgrape.experiment import Experiment
+from redgrape.numerics import same_bits_everywhere
 from redgrape.store import RunFolder
-from redgrape.training import Step, Training
+from redgrape.training import RunState, Step, Training
 from redgrape.tree import Tree
 
 LAST = 10  # a run's result is the mean over this many last evaluations, as in the paper
@@ -44,25 +45,26 @@ class Run:
         with self.folder.locked():
             self.folder.sweep()
             self._check_files()
-            start, wrong = self.folder.latest()
-            self.notes += [f"{reason}; going on from round {start.round if start else 0}" for reason in wrong]
-            done = start.round if start is not None else 0
-            self.folder.cut_after(done)
-            if done < self.experiment.rounds:
+            state, wrong = self.folder.latest()
+            self.notes += [f"{reason}; going on from round {state.round if state else 0}" for reason in wrong]
+            self.folder.cut_after(state.round if state else 0)
+            confusion = self._known_confusion(state)
+            if confusion is None:
                 federation = self._federation()
                 with self._training(federation) as training:
-                    model = self.experiment.first_model(federation) if start is None else None
+                    model = self.experiment.first_model(federation) if state is None else None
                     states = self.folder.states(federation.num_clients)
-                    for step in training.steps(start, model, states, self.folder.path):
-                        start = step.state
+                    for step in training.steps(state, model, states, self.folder.path):
                         self.folder.append(step.record, step.seconds)
                         last = step.state.round == self.experiment.rounds
                         if last or step.state.round % self.experiment.checkpoint_every == 0:
                             self.folder.save(step.state, self.experiment)
+                        state = step.state
                         yield step
-            if start is None:
-                raise StorageError(f"'{self.folder.path}' has no checkpoint although it has been run")
-            self._finish(start.server)
+                    assert state is not None  # there is at least one round
+                    confusion = training.engine.evaluate(state.server["model"], "test").confusion.tolist()
+            assert state is not None
+            self.folder.write_summary(summarize(self.folder, self.experiment, state, confusion))
 
     def _check_files(self) -> None:
         """Raise ConfigError where the method's own file is not what it was when the run began."""
@@ -108,8 +110,17 @@ class Run:
             self.folder.write_environment(here)
         return federation
 
-    def _finish(self, server: Tree) -> None:
-        self.folder.write_summary(summarize(self.folder, self.experiment, hashlib.sha256(tree.to_bytes(server))))
+    def _known_confusion(self, state: RunState | None) -> list[list[int]] | None:
+        """The final model's confusion matrix, where the run is finished and its summary has it. It is in the summary
+        alone: in every round's line it would swell the metrics."""
+        if state is None or state.round < self.experiment.rounds:
+            return None
+        try:
+            summary = self.folder.summary() or {}
+            confusion: list[list[int]] | None = summary.get("confusion")
+            return confusion if summary.get("state") == _digest(state) else None
+        except (StorageError, AttributeError):  # damaged; it is written anew
+            return None
 
     def extend(self, rounds: int) -> None:
         """Let the run go on to this many rounds."""
@@ -168,8 +179,8 @@ def contents(federation: Federation) -> str:
     return digest.hexdigest()
 
 
-def summarize(folder: RunFolder, experiment: Experiment, state: Any) -> dict[str, Any]:
-    """The run's result: means over the last evaluations."""
+def summarize(folder: RunFolder, experiment: Experiment, state: RunState, confusion: list[list[int]]) -> dict[str, Any]:
+    """The run's result: means over the last evaluations, and what explains the final model's mistakes."""
     evaluated = [record for record in folder.metrics() if "test" in record][-LAST:]
     tests = [record["test"] for record in evaluated]
     return {
@@ -179,13 +190,31 @@ def summarize(folder: RunFolder, experiment: Experiment, state: Any) -> dict[str
         "seed": experiment.seed,
         "rounds": experiment.rounds,
         "split": folder.environment()["split"],
-        "state": state.hexdigest(),
+        "state": _digest(state),
         "averaged_rounds": [record["round"] for record in evaluated],
         "mean_of_last": _means(tests),
         "validation": _means([record["validation"] for record in evaluated if "validation" in record]) or None,
         "per_class": [_mean(values) for values in zip(*[test["per_class"] for test in tests], strict=True)],
         "last": tests[-1],
+        "confusion": confusion,
+        "classifier_norms": classifier_norms(state.server),
     }
+
+
+def classifier_norms(server: Tree) -> dict[str, list[float]]:
+    """The norm of each class's weights in the deployed classifier (`model`), and in those that serve training only."""
+    deployed = server["model"]["classifier.weight"]
+    classifiers = {"model": deployed}
+    for name, group in server.items():
+        weight = group.get("weight") if isinstance(group, Mapping) else None
+        if isinstance(weight, torch.Tensor) and weight.shape == deployed.shape and not torch.equal(weight, deployed):
+            classifiers[name] = weight
+    with same_bits_everywhere():
+        return {name: w.double().norm(dim=1).tolist() for name, w in classifiers.items()}
+
+
+def _digest(state: RunState) -> str:
+    return hashlib.sha256(tree.to_bytes(state.server)).hexdigest()
 
 
 def _means(scores: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:

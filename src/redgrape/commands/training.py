@@ -7,8 +7,9 @@ import json
 import os
 import re
 import sys
+from contextlib import AbstractContextManager, closing, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from redgrape import report
 from redgrape.errors import ConfigError, DataError
@@ -16,6 +17,9 @@ from redgrape.experiment import Experiment, override, put, read_toml
 from redgrape.progress import Progress
 from redgrape.runs import Run
 from redgrape.store import RunFolder
+
+if TYPE_CHECKING:
+    from redgrape.tensorboard import TensorBoard
 
 
 def run(options: argparse.Namespace) -> None:
@@ -135,14 +139,16 @@ def print_plan(folder: Path, experiment: Experiment, options: argparse.Namespace
 
 
 def carry_out(folder: RunFolder, options: argparse.Namespace, label: str) -> None:
-    default = _cores() if options.device == "cpu" else 1
+    default = cores() if options.device == "cpu" else 1
     workers = options.workers if options.workers is not None else default
     this = Run(folder, workers=workers, device=options.device, data_root=options.data_root)
     progress = Progress(label, folder.newest_round(), this.experiment.rounds, as_json=options.json, quiet=options.quiet)
     try:
-        with progress:
+        with progress, _tensorboard(folder, options) as log:
             for step in this.steps():
                 progress.step(step)
+                if log is not None:
+                    log.step(step)
     except (ConfigError, DataError):
         folder.discard()  # what cannot be run leaves nothing behind
         raise
@@ -151,7 +157,15 @@ def carry_out(folder: RunFolder, options: argparse.Namespace, label: str) -> Non
             print(f"note: {note}", file=sys.stderr)
 
 
-def _cores() -> int:
+def _tensorboard(folder: RunFolder, options: argparse.Namespace) -> AbstractContextManager[TensorBoard | None]:
+    if not options.tensorboard:
+        return nullcontext()
+    from redgrape.tensorboard import TensorBoard
+
+    return closing(TensorBoard(folder.path))
+
+
+def cores() -> int:
     """The cores that this process may use, which may be fewer than the machine has."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 

@@ -1,0 +1,273 @@
+"""reproduce, sweep."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import shlex
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from redgrape import durable
+from redgrape.commands.training import carry_out, cores, described
+from redgrape.errors import BusyError, ConfigError, DataError, Diverged, RedgrapeError, TooFewClients
+from redgrape.experiment import Experiment
+from redgrape.report import RunView, mean_std
+from redgrape.store import RunFolder
+from redgrape.suites import cost, curves, description, grid, ledger, search, tables
+from redgrape.suites.description import Label, Suite, text
+from redgrape.suites.ledger import Standing
+
+BUSY = "in use by another process"
+
+
+def reproduce(options: argparse.Namespace) -> None:
+    if options.name is None:
+        _list_suites()
+        return
+    suite = description.load(options.name)
+    cells = suite.cells(options.scale, options.seeds, options.only)
+    standings = ledger.standings(cells, options.out, options.results, options.data_root)
+    if options.plan or options.dry_run:
+        _print_plan(standings, options)
+        return
+    folder = options.out / f"{suite.name}-{options.scale}"
+    home = options.out / f"{suite.home}-{options.scale}"
+    failures: list[RedgrapeError] = []
+    if options.no_run:
+        standings = [replace(s, obstacle="") for s in standings]  # whether it could be run is not asked
+    else:
+        standings, failures = _run(standings, home, options)
+    if options.record:
+        _record(standings, options.results / home.name)
+    words = ["redgrape", "reproduce", suite.name, "--scale", options.scale]
+    words += ["--only", *options.only] if options.only else []
+    words += ["--seeds", ",".join(map(str, options.seeds))] if options.seeds else []
+    table = tables.build(
+        suite,
+        standings,
+        scale=options.scale,
+        cuts=suite.cuts(options.scale, options.seeds, options.only),
+        command=shlex.join(words),
+    )
+    _publish(table, folder, options)
+    if options.into is not None:
+        with durable.storage_errors("read", options.into):
+            page = options.into.read_text(encoding="utf-8")
+        durable.replace_file(options.into, tables.insert(table, page).encode())
+    _raise_first(failures)
+
+
+def sweep(options: argparse.Namespace) -> None:
+    values = described(options)
+    seeds = options.seeds or [Experiment.parse(values).seed]
+    if options.search is not None:
+        _search(values, seeds, options)
+        return
+    suite = grid.suite(options.name, values, options.grid, seeds)
+    standings = ledger.standings(suite.cells("sweep"), options.out, options.results, options.data_root)
+    if options.on == "validation":
+        _require_validation(standings)
+    if options.plan or options.dry_run:
+        _print_plan(standings, options)
+        return
+    standings, failures = _run(standings, options.out / options.name, options)
+    table = tables.build(suite, standings, on=options.on, command=_sweep_command(options))
+    _publish(table, options.out / options.name, options)
+    _raise_first(failures)
+
+
+def _sweep_command(options: argparse.Namespace) -> str:
+    words = ["redgrape", "sweep", *options.grid]
+    words += ["--experiment", str(options.experiment)] if options.experiment else []
+    words += ["--seeds", ",".join(map(str, options.seeds))] if options.seeds else []
+    words += ["--search", str(options.search)] if options.search else ["--on", options.on]
+    flags = [
+        f"{k.removeprefix('set:')}={text(v)}"
+        for k, v in vars(options).items()
+        if k.startswith("set:") and v is not None
+    ]
+    return shlex.join([*words, *[word for setting in [*flags, *options.config] for word in ("-c", setting)]])
+
+
+def _search(values: dict[str, object], seeds: Sequence[int], options: argparse.Namespace) -> None:
+    """Optuna's proposals, scored by the class-balanced accuracy on the validation set, mean over seeds."""
+    if options.plan or options.dry_run:
+        raise ConfigError("--plan cannot tell what --search will propose; leave one of them out")
+    choices = search.space(options.grid)
+    found: list[Standing] = []
+    trials = itertools.count(1)
+
+    def score(proposal: Mapping[str, Label]) -> float | None:
+        axes = {key: [value] for key, value in proposal.items()}
+        suite = replace(_search_suite(choices, values, options.name), axes=axes)
+        cells = suite.cells("search", seeds)
+        _require_validation([Standing(cell) for cell in cells])
+        told = ", ".join(f"{key} {text(value)}" for key, value in proposal.items())
+        print(f"trial {next(trials)} of {options.search}: {told}", file=sys.stderr)
+        before = ledger.standings(cells, options.out, options.results, options.data_root)
+        standings, failures = _run(before, options.out / options.name, options)
+        for failure in failures:
+            if not isinstance(failure, Diverged):
+                raise failure
+        if obstacle := next((s.obstacle for s in standings if s.obstacle and not failures), None):
+            raise DataError(f"the search cannot go on: {obstacle}")
+        new = [s for s in standings if s.cell.identity not in {f.cell.identity for f in found}]
+        found.extend(new)
+        scores = [s.view.summary["validation"]["balanced"] for s in standings if s.view and s.view.summary]
+        return mean_std(scores)[0] if len(scores) == len(seeds) else None
+
+    for _ in search.proposals(choices, options.search, score):
+        pass
+    suite = _search_suite(choices, values, options.name)
+    table = tables.build(suite, found, on="validation", command=_sweep_command(options))
+    _publish(table, options.out / options.name, options)
+    _print_best(table)
+
+
+def _search_suite(choices: search.Space, values: Mapping[str, object], name: str) -> Suite:
+    return Suite(
+        name=name,
+        title=f"Search over {', '.join(choices)}",
+        axes={key: [] for key in choices},
+        rows=list(choices),
+        columns=[],
+        measures=["balanced", "accuracy", "head", "middle", "tail"],
+        home=name,
+        experiment=values,
+        keys={key: key for key in choices},
+    )
+
+
+def _print_best(table: tables.Table) -> None:
+    scored = [e for e in table.entries if e.measure == "balanced" and e.mean is not None]
+    if scored:
+        best = max(scored, key=lambda e: e.mean or 0.0)
+        settings = next(s.cell.labels for s in table.standings if table.suite.row(s.cell.labels) == best.row)
+        flags = " ".join(f"-c {shlex.quote(f'{key}={text(value)}')}" for key, value in settings.items())
+        print(f"best on validation: {flags}", file=sys.stderr)
+
+
+def _require_validation(standings: Sequence[Standing]) -> None:
+    if any(standing.cell.experiment.data.validation == 0 for standing in standings):
+        raise ConfigError(
+            "data.validation is 0, and hyper-parameters must not be chosen on the test set; "
+            "hold a set out with -c data.validation=10"
+        )
+
+
+def _run(
+    standings: Sequence[Standing], home: Path, options: argparse.Namespace
+) -> tuple[list[Standing], list[RedgrapeError]]:
+    """Carry out what is not finished, a cell after the other; a cell that cannot be run does not stop the others."""
+    workers = options.workers or cores()
+    failures: list[RedgrapeError] = []
+    after = list(standings)
+    for i, standing in enumerate(standings):
+        current = next((s for s in after[:i] if s.cell.identity == standing.cell.identity and s.finished), None)
+        if current is not None:
+            after[i] = replace(current, cell=standing.cell)
+        elif not standing.finished and not standing.obstacle:
+            if not options.quiet and not options.json:
+                _tell(i, after, options.out, workers)
+            try:
+                after[i] = replace(standing, view=_run_cell(standing, home, options))
+            except BusyError:
+                after[i] = replace(standing, obstacle=BUSY)
+            except (ConfigError, DataError, Diverged, TooFewClients) as error:
+                after[i] = replace(standing, obstacle=str(error))
+                failures.append(type(error)(f"{standing.cell.name}: {error}"))
+    busy = [s.cell for s in after if s.obstacle == BUSY]
+    since = {s.cell.name: s for s in ledger.standings(busy, options.out, options.results) if s.finished}
+    return [since.get(s.cell.name, s) for s in after], failures
+
+
+def _run_cell(standing: Standing, home: Path, options: argparse.Namespace) -> RunView:
+    """Begin the run, or go on with it wherever it lies."""
+    path = standing.view.path if standing.view is not None else home / standing.cell.folder
+    is_new = not (path / "experiment.toml").is_file()
+    folder = RunFolder.create(path, standing.cell.experiment) if is_new else RunFolder.open(path)
+    carry_out(folder, options, label=standing.cell.name)
+    return RunView.read(path)
+
+
+def _tell(i: int, standings: Sequence[Standing], runs: Path, workers: int) -> None:
+    left = [s for s in standings[i:] if not s.finished and not s.obstacle]
+    measured = cost.measure(runs, workers)
+    seconds = cost.total([cost.seconds_left(s, measured, workers) for s in left])
+    print(
+        f"cell {i + 1} of {len(standings)}: {standings[i].cell.name} ({len(left)} to run, {cost.duration(seconds)})",
+        file=sys.stderr,
+    )
+
+
+def _print_plan(standings: Sequence[Standing], options: argparse.Namespace) -> None:
+    """The cells with their state and an estimate; nothing is run."""
+    workers = options.workers or cores()
+    measured = cost.measure(options.out, workers)
+    estimates = [0.0 if s.obstacle else cost.seconds_left(s, measured, workers) for s in standings]
+    total = cost.total(estimates)
+    if options.json:
+        cells = [{**ledger.described(s), "seconds": seconds} for s, seconds in zip(standings, estimates, strict=True)]
+        print(json.dumps({"cells": cells, "seconds": total}))
+        return
+    width = max((len(s.cell.name) for s in standings), default=0)
+    for s, seconds in zip(standings, estimates, strict=True):
+        expected = "" if s.finished or s.obstacle else f"  {s.rounds_left} rounds, {cost.duration(seconds)}"
+        print(f"{s.cell.name:<{width}}  {s.state}{expected}")
+    kinds: dict[str, int] = {}
+    for s in standings:
+        kind = "begun" if s.state.startswith("begun") else s.state
+        kinds[kind] = kinds.get(kind, 0) + 1
+    print(f"{len(standings)} cells: {', '.join(f'{count} {kind}' for kind, count in kinds.items())}")
+    if all(s.finished or s.obstacle for s in standings):
+        print("nothing to run")
+    else:
+        basis = f"after the times of '{options.out}'" if measured else "by a rough model, nothing has been run here yet"
+        print(f"{cost.duration(total)} with {workers} workers, {basis}")
+
+
+def _record(standings: Sequence[Standing], folder: Path) -> None:
+    for standing in standings:
+        if standing.finished and not standing.is_record:
+            print(f"recorded: {ledger.record(standing, folder)}", file=sys.stderr)
+
+
+def _publish(table: tables.Table, folder: Path, options: argparse.Namespace) -> None:
+    tables.write(table, folder)
+    notes = []
+    if any(entry.values for entry in table.entries):
+        try:
+            curves.draw(table, folder / "curves.png")
+        except ConfigError as error:
+            notes.append(str(error))
+    if options.json:
+        print(json.dumps({"folder": str(folder), "table": tables.as_values(table)}))
+    else:
+        print(tables.markdown(table), end="")
+        for line in _missing(table.standings):
+            print(line)
+        print(f"tables and figure: {folder}")
+    for note in notes:
+        print(f"note: {note}", file=sys.stderr)
+
+
+def _missing(standings: Sequence[Standing]) -> Iterator[str]:
+    for standing in standings:
+        if not standing.finished:
+            yield f"not run: {standing.cell.name}: {standing.state}"
+
+
+def _raise_first(failures: Sequence[RedgrapeError]) -> None:
+    """After all is written: the exit code of what went wrong first."""
+    if failures:
+        more = f" (and {len(failures) - 1} more cells failed)" if len(failures) > 1 else ""
+        raise type(failures[0])(f"{failures[0]}{more}")
+
+
+def _list_suites() -> None:
+    for name in description.names():
+        print(f"{name:<16}  {description.load(name).title}")

@@ -1,0 +1,61 @@
+"""Accuracy over the rounds: a panel a column, a line a row; bands reach from the worst seed to the best."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+from redgrape import report
+from redgrape.suites.ledger import Standing
+from redgrape.suites.tables import Table
+
+
+def draw(table: Table, path: Path) -> None:
+    """A PNG of the first measure of the suite. Needs matplotlib."""
+    plt = report.pyplot()
+    columns = [c for c in table.columns if any(e.values for e in table.entries if e.column == c)]
+    across = min(3, len(columns))
+    down = math.ceil(len(columns) / across)
+    figure, axes = plt.subplots(
+        down, across, figsize=(4.5 * across + 1.5, 3.4 * down + 0.6), squeeze=False, layout="constrained"
+    )
+    measure = table.suite.measures[0]
+    ours_last = sorted(table.rows, key=lambda row: row == "RedGrape")
+    colours = dict(zip(ours_last, report.colours(len(table.rows)), strict=True))
+    for axis in axes.flat[len(columns) :]:
+        axis.set_visible(False)
+    for column, axis in zip(columns, axes.flat, strict=False):
+        for i, row in enumerate(table.rows):
+            found = [s for s in table.standings if s.finished and _place(table, s) == (row, column)]
+            rounds, low, mean, high = _band(found, measure, table.on)
+            style = ("-", "--", "-.", ":")[i // 9 % 4]
+            axis.plot(rounds, mean, label=row, color=colours[row], linestyle=style, linewidth=1.6)
+            if len(found) > 1:
+                axis.fill_between(rounds, low, high, color=colours[row], alpha=0.15, linewidth=0)
+        axis.set_title(", ".join(column), fontsize=10)
+        axis.set_xlabel("round")
+        axis.xaxis.get_major_locator().set_params(integer=True)
+        axis.set_ylabel(f"{table.on} accuracy, {report.TITLES[measure]}, %")
+        axis.grid(alpha=0.3)
+    figure.legend(*axes.flat[0].get_legend_handles_labels(), loc="outside right center", fontsize=8)
+    figure.suptitle(
+        table.suite.title if table.scale is None else f"{table.suite.title} ({table.scale})", fontsize=10, wrap=True
+    )
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
+def _place(table: Table, standing: Standing) -> tuple[str, tuple[str, ...]]:
+    return table.suite.row(standing.cell.labels), table.suite.column(standing.cell.labels)
+
+
+def _band(standings: list[Standing], measure: str, on: str) -> tuple[list[int], list[float], list[float], list[float]]:
+    """Rounds that all seeds have evaluated; worst, mean and best of the seeds in percent."""
+    curves = [
+        {r["round"]: 100 * r[on][measure] for r in s.view.metrics if on in r and r[on][measure] is not None}
+        for s in standings
+        if s.view is not None
+    ]
+    rounds = sorted(set.intersection(*[set(curve) for curve in curves])) if curves else []
+    values = [[curve[number] for curve in curves] for number in rounds]
+    return rounds, [min(v) for v in values], [sum(v) / len(v) for v in values], [max(v) for v in values]

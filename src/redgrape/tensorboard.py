@@ -1,0 +1,55 @@
+"""A run's figures for TensorBoard, in the folder `tensorboard` of the run. They decide nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from redgrape.errors import ConfigError
+from redgrape.training import Step
+
+FIGURES = ("accuracy", "balanced", "head", "middle", "tail", "loss")
+
+
+class TensorBoard:
+    """Writes a step's scalars. A round that is done again after a crash takes the place of the one before."""
+
+    def __init__(self, run: Path) -> None:
+        self._folder = run / "tensorboard"
+        self._writer: Any = None
+        self._open = _summary_writer()
+
+    def step(self, step: Step) -> None:
+        round = step.state.round
+        if self._writer is None:  # purge_step hides what an earlier process wrote from this round on
+            self._writer = self._open(str(self._folder), purge_step=round)
+        for name, value in scalars(step).items():
+            self._writer.add_scalar(name, value, round)
+        self._writer.flush()
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+
+
+def scalars(step: Step) -> dict[str, float]:
+    """By their names in TensorBoard; what a round does not have is left out."""
+    record = step.record
+    values = {
+        "train/loss": record["train_loss"],
+        "bytes/down": record["bytes_down"],
+        "bytes/up": record["bytes_up"],
+        **{f"seconds/{name}": value for name, value in step.seconds.items()},
+    }
+    for judged_on in ("test", "validation"):
+        if judged_on in record:
+            values |= {f"{judged_on}/{figure}": record[judged_on][figure] for figure in FIGURES}
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _summary_writer() -> Any:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise ConfigError("--tensorboard needs TensorBoard: pip install redgrape[tensorboard]") from error
+    return SummaryWriter
