@@ -65,7 +65,7 @@ def test_a_copy_is_what_building_and_loading_gives(name: str) -> None:
         given["encoder.tied.weight"] = given["encoder.linear.weight"].clone()
     built = build()
     built.load_state_dict(given)
-    built.train()
+    built.train().to(memory_format=torch.channels_last)
     before = torch.get_rng_state()
     copied = new_net(build, given)
     assert torch.equal(torch.get_rng_state(), before)

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(not shared_memory._HAS_FD_PASSING, reason="needs
 def boxes() -> Iterator[tuple[Mailbox, Mailbox]]:
     """The two ends, with a map of the memory each, as in two processes."""
     ours = Mailbox()
-    theirs = Mailbox(os.dup(ours._fd))
+    theirs = Mailbox(fd=os.dup(ours._fd))
     yield ours, theirs
     ours.close()
     theirs.close()
@@ -49,6 +49,25 @@ def test_what_was_read_stays_when_the_next_is_written(boxes: tuple[Mailbox, Mail
     writer.write({"a": {"w": torch.zeros(100)}})
     assert tree.equal(first, letter_of(50))
     assert first["a"]["w"].data_ptr() % 16 == 0  # a kernel's last bits may depend on it
+
+
+def test_letters_stay_below_the_limit_until_the_box_is_cleared() -> None:
+    """And what is read of them is no copy; beyond the limit it is one."""
+    size = 64 * len(tree.flatten(letter_of(5)))  # each tensor takes 64 bytes
+    writer = Mailbox(2 * size)
+    reader = Mailbox(2 * size, os.dup(writer._fd))
+    seen = [reader.read(writer.write({**letter_of(5), "number": torch.tensor(i)})) for i in range(2)]
+    assert not writer.is_full
+    seen += [reader.read(writer.write({**letter_of(5), "number": torch.tensor(i)})) for i in (2, 3)]
+    assert writer.is_full
+    assert [int(letter["number"]) for letter in seen] == [0, 1, 2, 3]
+    assert [letter["flag"].untyped_storage().resizable() for letter in seen] == [False, False, True, True]
+    assert all(letter["a"]["w"].data_ptr() % 64 == 0 for letter in seen)
+    writer.clear()
+    reader.read(writer.write({**letter_of(5), "number": torch.tensor(9)}))
+    assert [int(letter["number"]) for letter in seen] == [9, 1, 2, 3]
+    writer.close()
+    reader.close()
 
 
 def test_where_no_descriptor_can_be_passed_the_tensors_themselves_go(monkeypatch: pytest.MonkeyPatch) -> None:

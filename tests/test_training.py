@@ -554,6 +554,48 @@ def test_a_worker_lost_in_the_middle_of_a_round_is_replaced(kind: Any, tmp_path:
     assert tree.equal(pooled, after_three_rounds(half, InProcess(half)))
 
 
+class KeepsAnUpdate(FedAvg):
+    """Its server holds on to what a client sent, as it is."""
+
+    def init_server(self, model, site):
+        return {"model": model, "kept": {name: torch.zeros_like(t) for name, t in model.items()}}
+
+    def server_update(self, server, updates, site):
+        first = server["kept"] if site.round > 1 else updates[min(updates)]["delta"]
+        return {**super().server_update(server, updates, site), "kept": first}
+
+
+def test_what_the_server_keeps_of_an_update_outlives_the_round() -> None:
+    """Answers lie in memory that the workers overwrite in the next round."""
+    half = ClientHalf(KeepsAnUpdate(), accident().federation, LINEAR, 0, 3, torch.device("cpu"))
+    with Pool(half, 2) as pool:
+        pooled = after_three_rounds(half, pool)
+    assert tree.equal(pooled, after_three_rounds(half, InProcess(half)))
+
+
+def test_many_more_clients_than_workers_give_the_same_bits() -> None:
+    """Workers get several tasks at once then; one of them dies in the middle and its tasks go to another."""
+    counts = [[1 + k % 3, 2, k % 2] for k in range(60)]
+    half = ClientHalf(FedAvg(epochs=1), federation(*counts), LINEAR, 0, 3, torch.device("cpu"))
+    site = ServerSite(LINEAR, 60, C, 0, 0, 3, torch.device("cpu"))
+
+    class DiesOnTheWay(Pool):
+        def _answering(self):
+            found = super()._answering()
+            if not hasattr(self, "killed"):
+                self.killed = True
+                victim = max(self._workers, key=lambda worker: len(worker.tasks))
+                assert len(victim.tasks) > 2
+                os.kill(victim.process.pid, signal.SIGKILL)
+            return found
+
+    with DiesOnTheWay(half, 2) as pool:
+        pooled = list(rounds(half.method, pool, site, eligible=range(60), clients_per_round=60))
+    alone = list(rounds(half.method, InProcess(half), site, eligible=range(60), clients_per_round=60))
+    assert [state.record for state in pooled] == [state.record for state in alone]
+    assert tree.equal(pooled[-1].server, alone[-1].server)
+
+
 def test_a_worker_lost_between_two_rounds_is_replaced(tmp_path: Path) -> None:
     (tmp_path / "happened").touch()
     half = accident(file=str(tmp_path / "happened"))

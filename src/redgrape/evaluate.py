@@ -10,9 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from redgrape.data.examples import Examples
+from redgrape.data.examples import Examples, place
 from redgrape.data.federation import Groups
-from redgrape.method import place_inputs
 from redgrape.nets.net import Net
 
 BATCH = 256  # fixed: a prediction's last bits may depend on the batch it stands in
@@ -58,7 +57,7 @@ def batch_starts(examples: Examples) -> range:
 def logits(net: Net, examples: Examples, start: int, device: torch.device) -> Tensor:
     """The net's logits of the batch that begins at row `start`; the net is in evaluation mode."""
     rows = torch.arange(start, min(start + BATCH, len(examples)))
-    z: Tensor = net(place_inputs(examples.inputs(rows, net.classifier.weight.dtype), device))
+    z: Tensor = net(place(examples.inputs(rows, net.classifier.weight.dtype), device))
     return z.cpu()
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -11,6 +10,7 @@ from pydantic import BaseModel, Field
 from torch import Tensor
 
 from redgrape.data.augment import NO_AUGMENTATION
+from redgrape.data.examples import place
 from redgrape.features import batchnorms
 from redgrape.nets.net import Net
 from redgrape.schedule import Schedule, decay
@@ -64,14 +64,14 @@ class LocalTraining(BaseModel):
     def batches(self, site: ClientSite, net: Net) -> Iterator[tuple[Tensor, Tensor]]:
         """Shuffled mini-batches of the client's data, `epochs` times over."""
         dtype = net.classifier.weight.dtype
-        site = replace(site, data=site.data.converted(dtype))  # once a round instead of in every epoch
-        labels = site.data.labels
+        data = site.data.converted(dtype)  # once a round instead of in every epoch
+        labels, has_batchnorm = data.labels, bool(batchnorms(net))
         shuffle = site.generator("batches")
-        augment = site.generator("augment") if site.data.augment != NO_AUGMENTATION else None
+        augment = site.generator("augment") if data.augment != NO_AUGMENTATION else None
         for _ in range(self.epochs):
             order = torch.randperm(len(labels), generator=shuffle)
-            for rows in self._cut(order, has_batchnorm=bool(batchnorms(net))):
-                yield site.inputs(rows, dtype, augment), labels[rows].to(site.device)
+            for rows in self._cut(order, has_batchnorm):
+                yield place(data.inputs(rows, dtype, augment), site.device), labels[rows].to(site.device)
 
     def steps(self, examples: int) -> int:
         """Local steps of a round on so many examples."""

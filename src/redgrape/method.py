@@ -17,7 +17,7 @@ from pydantic import ConfigDict, ValidationError
 from torch import Tensor
 
 from redgrape import keys, methods
-from redgrape.data.examples import Examples
+from redgrape.data.examples import Examples, place
 from redgrape.errors import ConfigError, DataError, unknown
 from redgrape.local import LocalTraining
 from redgrape.nets.copies import new_net
@@ -50,8 +50,6 @@ class Site:
     def load(self, model: Tensors) -> Net:
         """A fresh net with these weights, in training mode; it shares no memory and draws no random numbers."""
         net = new_net(self.build, model)
-        if any(p.dim() == 4 for p in net.parameters()):
-            net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # missing in torch's stubs
         return net if self.device.type == "cpu" else net.to(self.device)
 
 
@@ -67,7 +65,7 @@ class ClientSite(Site):
 
     def inputs(self, rows: Tensor, dtype: torch.dtype, augment: torch.Generator | None = None) -> Tensor:
         """Network inputs of these rows of the data, on the site's device, augmented where a generator is given."""
-        return place_inputs(self.data.inputs(rows, dtype, augment), self.device)
+        return place(self.data.inputs(rows, dtype, augment), self.device)
 
 
 @dataclass(frozen=True)
@@ -79,7 +77,7 @@ class ServerSite(Site):
 
     def inputs(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
         """Network inputs of these rows of the auxiliary set, on the site's device."""
-        return place_inputs(self.auxiliary_set().inputs(rows, dtype), self.device)
+        return place(self.auxiliary_set().inputs(rows, dtype), self.device)
 
     def auxiliary_set(self) -> Examples:
         if self.auxiliary is None or not len(self.auxiliary):
@@ -92,11 +90,6 @@ class ServerSite(Site):
                 f"the balanced set at the server has no example of class {min(missing)}; raise data.auxiliary"
             )
         return self.auxiliary
-
-
-def place_inputs(x: Tensor, device: torch.device) -> Tensor:
-    """On the device, images with their channels last, which is what convolutions are fastest on."""
-    return (x.contiguous(memory_format=torch.channels_last) if x.dim() == 4 else x).to(device)
 
 
 class Method(LocalTraining, ABC):

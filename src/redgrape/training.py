@@ -42,7 +42,7 @@ class InMemory(ClientStates):
         self._states = states or {}
 
     def updated(self, new: Mapping[ClientId, Tree]) -> InMemory:
-        return InMemory({**self._states, **{k: tree.ordered(state) for k, state in new.items()}})
+        return InMemory({**self._states, **{k: tree.owned(state) for k, state in new.items()}})
 
     def __getitem__(self, client: ClientId) -> Tree:
         return self._states[client]
@@ -112,7 +112,7 @@ def _round(
         raise TooFewClients(f"no client answered in round {site.round}")
     if not updates:
         raise Diverged(f"DIVERGED in round {site.round}: {_first_reason(rejected)}; {advice}")
-    server = tree.ordered(method.server_update(state.server, updates, site))
+    server = tree.owned(method.server_update(state.server, updates, site))
     if where := _not_finite(server):
         raise Diverged(f"DIVERGED in round {site.round}: server {where}; {advice}")
     record = {

@@ -74,6 +74,12 @@ def ordered(tree: Tree) -> dict[str, Any]:
     return unflatten(flatten(tree))
 
 
+def owned(tree: Tree) -> dict[str, Any]:
+    """The same, `ordered`, in memory of its own: an update may lie in memory that the next round overwrites."""
+    # A tensor on a buffer, such as shared memory, is the only kind whose storage cannot be resized.
+    return unflatten({n: t if t.untyped_storage().resizable() else t.clone() for n, t in flatten(tree).items()})
+
+
 def equal(a: Tree, b: Tree) -> bool:
     """Whether both have the same names, dtypes, shapes and bits (NaN equals itself, 0.0 is not -0.0)."""
     return to_bytes(a) == to_bytes(b)

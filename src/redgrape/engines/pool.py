@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import math
 import multiprocessing
 import pickle
+import select
 import signal
 import sys
 import time
@@ -19,7 +21,7 @@ import traceback
 import types
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from types import MappingProxyType, TracebackType
 from typing import Any, NamedTuple, Self
@@ -37,6 +39,8 @@ from redgrape.tree import Tensors, Tree
 
 START_DEADLINE = 120.0  # seconds
 ATTEMPTS = 3  # how often one task may take its worker down before the run stops
+AHEAD = 8  # tasks at most that a worker has beside the one it is at
+OUTBOXES = 512 << 20  # bytes of answers that lie in the memory shared with all workers until a round ends
 
 
 class Pool:
@@ -49,6 +53,7 @@ class Pool:
         self._context = _context(
             preload=[] if half.method.optimizer == "sgd" else ["torch._dynamo"]
         )  # torch.optim imports it
+        self._room = OUTBOXES // workers
         self._workers: list[_Worker] = []
         try:
             self._workers += [self._start() for _ in range(workers)]
@@ -60,7 +65,7 @@ class Pool:
 
     def _start(self) -> _Worker:
         ours, theirs = self._context.Pipe()
-        half, inbox, outbox = self._half, Mailbox(), Mailbox()
+        half, inbox, outbox = self._half, Mailbox(self._room), Mailbox(self._room)
         job = (half.method, self._shared, half.build, half.seed, half.rounds, half.device)
         process = self._context.Process(
             target=_serve, args=(theirs, inbox, outbox, *job), daemon=True, name="redgrape-worker"
@@ -98,7 +103,7 @@ class Pool:
             yield from self._run_all(kind, tasks, job, payload)
         except BaseException:  # also where nobody wants the rest of the answers
             for i, worker in enumerate(self._workers):
-                if worker.task is not None:  # its answer must not be taken for that of a later task
+                if worker.tasks:  # its answers must not be taken for those of later tasks
                     self._replace(i)
             raise
 
@@ -110,10 +115,14 @@ class Pool:
         arrived: list[tuple[int, Tree]] = []
         while missing:
             for i in range(len(self._workers)):
-                if self._workers[i].task is None and waiting:
-                    if not self._workers[i].process.is_alive():
+                # Several at once while there are many, so that a worker goes on when this process is busy; at the end
+                # one by one, so that none waits behind another.
+                while waiting and len(self._workers[i].tasks) <= min(AHEAD, len(waiting) // (4 * len(self._workers))):
+                    if not self._workers[i].tasks and not self._workers[i].process.is_alive():
                         fresh.add(self._replace(i))
                     worker = self._workers[i]
+                    if worker.tasks and worker.is_full:
+                        break
                     task = waiting.popleft()
                     worker.assign(task, self._deadline)
                     worker.send(kind, job(task), payload if worker in fresh else None)
@@ -124,32 +133,28 @@ class Pool:
             for worker in self._answering() if missing else ():
                 status, value = worker.receive()
                 if status == "answer":
-                    arrived.append((worker.finish(), value))
+                    arrived.append((worker.finish(self._deadline), value))
                 elif status == "refused":
-                    worker.finish()
                     raise value
                 elif status == "error":
-                    raise _error_in_client(kind, worker.finish(), value)
+                    raise _error_in_client(kind, worker.tasks[0], value)
                 else:
-                    task = worker.finish()
+                    task = worker.tasks[0]  # the one it was at; the others had not begun
                     failures[task] += 1
                     if failures[task] == ATTEMPTS:
                         raise RedgrapeError(
                             f"{kind} {task} took its worker down {ATTEMPTS} times ({value}); the run stops here"
                         )
-                    waiting.appendleft(task)
+                    waiting.extendleft(reversed(worker.tasks))
                     fresh.add(self._replace(self._workers.index(worker)))
 
     def _answering(self) -> list[_Worker]:
         """The busy workers that have answered, died or missed their deadline."""
-        busy = {worker.connection: worker for worker in self._workers if worker.task is not None}
-        sentinels = {worker.process.sentinel: worker for worker in busy.values()}
-        ends = [worker.ends for worker in busy.values() if worker.ends is not None]
+        busy = [worker for worker in self._workers if worker.tasks]
+        ends = [worker.ends for worker in busy if worker.ends is not None]
         timeout = max(0.0, min(ends) - time.monotonic()) if ends else None
-        ready = wait([*busy, *sentinels], timeout)
-        found = {id(w): w for r in ready for w in [busy[r] if isinstance(r, Connection) else sentinels[r]]}
-        found |= {id(w): w for w in busy.values() if w.is_late()}
-        return list(found.values())
+        ready = _wait([thing for w in busy for thing in (w.connection, w.process.sentinel)], timeout)
+        return [w for w in busy if w.connection in ready or w.process.sentinel in ready or w.is_late()]
 
     def _replace(self, index: int) -> _Worker:
         self._workers[index].kill()
@@ -172,6 +177,17 @@ class Pool:
         self.close()
 
 
+def _wait(things: list[Any], timeout: float | None) -> set[Any]:
+    """Those of the connections and process handles that have something to tell."""
+    if not hasattr(select, "poll"):  # Windows
+        return set(wait(things, timeout))
+    poll = select.poll()  # multiprocessing's wait does the same, ten times as slowly
+    by_number = {thing if isinstance(thing, int) else thing.fileno(): thing for thing in things}
+    for number in by_number:
+        poll.register(number, select.POLLIN)
+    return {by_number[number] for number, _ in poll.poll(None if timeout is None else math.ceil(timeout * 1000))}
+
+
 class _Job(NamedTuple):
     """What a worker is to do: few words, and tensors."""
 
@@ -186,8 +202,9 @@ class _Worker:
     connection: Connection[Any, Any]
     inbox: Mailbox  # the worker's
     outbox: Mailbox
-    task: int | None = None
-    ends: float | None = None  # on the monotonic clock
+    tasks: deque[int] = field(default_factory=deque)  # it is at the first
+    ends: float | None = None  # when the first must be done, on the monotonic clock
+    is_full: bool = False  # the next letter would overwrite the last
 
     def wait_until_ready(self) -> None:
         if not self.connection.poll(START_DEADLINE) or self.receive()[0] != "ready":
@@ -198,13 +215,24 @@ class _Worker:
             )
 
     def assign(self, task: int, deadline: float | None) -> None:
-        self.task = task
-        self.ends = None if deadline is None else time.monotonic() + deadline
+        self.tasks.append(task)
+        if len(self.tasks) == 1:
+            self._begin(deadline)
+
+    def _begin(self, deadline: float | None) -> None:
+        self.ends = None if deadline is None or not self.tasks else time.monotonic() + deadline
+
+    def finish(self, deadline: float | None) -> int:
+        task = self.tasks.popleft()
+        self._begin(deadline)
+        return task
 
     def is_late(self) -> bool:
         return self.ends is not None and time.monotonic() >= self.ends
 
     def send(self, kind: str, job: _Job, payload: Tree | None) -> None:
+        if payload is not None:
+            self.inbox.clear()
         letter = self.inbox.write(
             {
                 **({} if payload is None else {"payload": payload}),
@@ -212,6 +240,7 @@ class _Worker:
                 "message": job.message,
             }
         )
+        self.is_full = self.inbox.is_full
         with contextlib.suppress(OSError):  # it has died; receive() will say so
             self.connection.send((kind, job.details, payload is not None, job.state is not None, letter))
 
@@ -227,11 +256,6 @@ class _Worker:
             return "lost", "no answer within the deadline"
         self.process.join(timeout=1)
         return "lost", f"the process ended with code {self.process.exitcode}"
-
-    def finish(self) -> int:
-        assert self.task is not None
-        task, self.task, self.ends = self.task, None, None
-        return task
 
     def kill(self) -> None:
         self.process.kill()
@@ -318,6 +342,7 @@ def _serve(
             received = inbox.read(letter)
             if has_payload:
                 payload = received.get("payload", {})
+                outbox.clear()  # what was answered before is used up
             if kind == "client":
                 client, round = details
                 state = received.get("state", {}) if has_state else None

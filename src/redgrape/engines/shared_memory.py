@@ -6,6 +6,7 @@ whose only handle is a file descriptor passed to the workers: nothing is left be
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
 import tempfile
@@ -16,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from redgrape import tree
 from redgrape.data.examples import Examples
@@ -46,46 +48,59 @@ class SharedArray:
 
 
 class Mailbox:
-    """Hands trees from one process to another: one writes, one reads, one tree at a time. What goes through a pipe is
-    where the tensors lie."""
+    """Hands trees from one process to another: one writes, one reads. What goes through a pipe is where the tensors
+    lie. They stay there, and the reader looks at them without a copy, until the writer clears the box; what finds no
+    room below `limit` is overwritten by the next, and the reader copies it."""
 
-    def __init__(self, fd: int | None = None) -> None:
+    def __init__(self, limit: int = 0, fd: int | None = None) -> None:
         self._fd = _anonymous_file(1) if fd is None else fd
+        self._limit, self._end = limit, 0
+        self.is_full = False  # the next letter overwrites the last
         self._memory: mmap.mmap | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _open_mailbox, (reduction.DupFd(self._fd),) if _HAS_FD_PASSING else ()
+        return _open_mailbox, (self._limit, *([reduction.DupFd(self._fd)] if _HAS_FD_PASSING else []))
+
+    def clear(self) -> None:
+        """Begin at the front again; nobody looks at what was written before."""
+        self._end = 0
 
     def write(self, content: Tree) -> Any:
-        """A letter for `read`, which holds until the next one is written."""
-        if not _HAS_FD_PASSING:
+        """A letter for `read`."""
+        if not _HAS_FD_PASSING:  # the pipe holds as many letters as there are
             return tree.to_bytes(content)
-        flat, letter, end = tree.flatten(content), [], 0
+        flat, places, end = tree.flatten(content), [], self._end
         for name, t in flat.items():
-            letter.append((name, t.dtype, tuple(t.shape), end))
+            places.append((name, t.dtype, tuple(t.shape), end))
             end += -(-t.numel() * t.element_size() // _ALIGNED) * _ALIGNED
         memory = self._mapped(end)
-        for t, (_, dtype, shape, offset) in zip(flat.values(), letter, strict=True):
+        for t, place in zip(flat.values(), places, strict=True):
             if t.numel():
-                torch.frombuffer(memory, dtype=dtype, count=t.numel(), offset=offset).view(shape).copy_(t.detach())
-        return letter
+                _look(memory, place).copy_(t.detach())
+        self.is_full = end > self._limit
+        if not self.is_full:
+            self._end = end
+        return not self.is_full, places
 
     def read(self, letter: Any) -> dict[str, Any]:
-        """The tree, in memory of its own."""
         if not _HAS_FD_PASSING:
             return tree.from_bytes(letter)
+        stays, places = letter
         flat: Tensors = {}
-        for name, dtype, shape, offset in letter:
-            t = flat[name] = torch.empty(shape, dtype=dtype)
-            if t.numel():
-                memory = self._mapped(offset + t.numel() * t.element_size())
-                t.copy_(torch.frombuffer(memory, dtype=dtype, count=t.numel(), offset=offset).view(shape))
+        for place in places:
+            name, dtype, shape, offset = place
+            size = math.prod(shape) * dtype.itemsize
+            if not size:
+                flat[name] = torch.empty(shape, dtype=dtype)
+            else:
+                there = _look(self._mapped(offset + size), place)
+                flat[name] = there if stays else torch.empty(shape, dtype=dtype).copy_(there)
         return tree.unflatten(flat)
 
     def _mapped(self, size: int) -> mmap.mmap:
         if self._memory is None or len(self._memory) < size:
             if os.fstat(self._fd).st_size < size:
-                os.ftruncate(self._fd, size)
+                os.ftruncate(self._fd, max(size, min(2 * size, self._limit)))
             self._memory = mmap.mmap(self._fd, 0)
         return self._memory
 
@@ -94,8 +109,13 @@ class Mailbox:
         os.close(self._fd)
 
 
-def _open_mailbox(handle: Any = None) -> Mailbox:
-    return Mailbox(None if handle is None else handle.detach())
+def _look(memory: mmap.mmap, place: tuple[str, torch.dtype, tuple[int, ...], int]) -> Tensor:
+    _, dtype, shape, offset = place
+    return torch.frombuffer(memory, dtype=dtype, count=math.prod(shape), offset=offset).view(shape)
+
+
+def _open_mailbox(limit: int, handle: Any = None) -> Mailbox:
+    return Mailbox(limit, None if handle is None else handle.detach())
 
 
 def _anonymous_file(size: int) -> int:

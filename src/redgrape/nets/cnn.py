@@ -15,11 +15,11 @@ def cnn(shape: tuple[int, ...], num_classes: int) -> Net:
     channels, height, width = shape
     encoder = nn.Sequential(
         nn.Conv2d(channels, 32, 5, padding=2),
+        nn.MaxPool2d(2),  # before the ReLU, with which it commutes: a quarter of the work, equal values and gradients
         nn.ReLU(inplace=True),
-        nn.MaxPool2d(2),
         nn.Conv2d(32, 64, 5, padding=2),
-        nn.ReLU(inplace=True),
         nn.MaxPool2d(2),
+        nn.ReLU(inplace=True),
         nn.Flatten(),
         nn.Linear(64 * (height // 4) * (width // 4), 512),
         nn.ReLU(inplace=True),
@@ -38,8 +38,8 @@ def cnn_dropout(shape: tuple[int, ...], num_classes: int) -> Net:
         nn.Conv2d(channels, 32, 3),
         nn.ReLU(inplace=True),
         nn.Conv2d(32, 64, 3),
-        nn.ReLU(inplace=True),
         nn.MaxPool2d(2),
+        nn.ReLU(inplace=True),
         nn.Dropout(0.25),
         nn.Flatten(),
         nn.Linear(64 * ((height - 4) // 2) * ((width - 4) // 2), 128),  # each unpadded 3x3 takes two pixels off a side

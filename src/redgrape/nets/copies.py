@@ -13,6 +13,7 @@ from types import FunctionType
 from typing import Any, NamedTuple, cast
 from weakref import WeakKeyDictionary
 
+import torch
 from torch import Tensor, nn
 
 from redgrape import keys
@@ -23,12 +24,15 @@ _SIMPLE = (int, float, str, type(None), type, FunctionType)
 
 
 def new_net(build: Callable[[], Net], weights: Tensors) -> Net:
-    """A net as `build` gives it, with these weights, in training mode; no random numbers are drawn."""
+    """A net as `build` gives it, with these weights, in training mode, images' channels last, on which convolutions are
+    fastest; no random numbers are drawn."""
     template = _template(build)
     if template is None or not template.takes(weights):
         with keys.global_stream(None):
             net = build()
         net.load_state_dict(weights)
+        if any(p.dim() == 4 for p in net.parameters()):
+            net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # missing in torch's stubs
         return net.train()
     return template.copy(weights)
 
@@ -127,5 +131,5 @@ def _is_simple(value: Any) -> bool:
 
 
 def _like(tensor: Tensor, value: Tensor) -> Tensor:
-    fresh = value.detach().clone()
+    fresh = value.detach().clone(memory_format=torch.channels_last if value.dim() == 4 else torch.preserve_format)
     return nn.Parameter(fresh, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fresh
