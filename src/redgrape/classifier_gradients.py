@@ -6,14 +6,16 @@ forward pass gives the gradients of any grouping of examples, without a graph.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
 
-from redgrape.tree import Tensors
+from redgrape.half_precision import unpack
+from redgrape.tree import Tensors, Tree
 
 _BLOCK = 1 << 22  # numbers of the outer products that are held at once
+_TABLE_BLOCK = 1 << 25  # numbers of a table that are averaged or summed at once
 
 
 @torch.no_grad()
@@ -55,31 +57,60 @@ def class_mean_gradients(classifier: nn.Linear, batches: Iterable[tuple[Tensor, 
         for start in range(0, len(y), block):
             rows = slice(start, start + block)
             weights.index_add_(0, s[rows], r[rows, :, None] * h[rows, None, :])
-    gradients = {"weight": weights / count[:, None, None]}
+    gradients = {"weight": weights.div_(count[:, None, None])}
     if classifier.bias is not None:
-        gradients["bias"] = biases / count[:, None]
+        gradients["bias"] = biases.div_(count[:, None])
     return gradients
 
 
 def mean_over_holders(
-    sent: Iterable[Tensors], classifier: Tensors, weights: Sequence[Tensor] | None = None
+    sent: Iterable[Tree], classifier: Tensors, weights: Sequence[Tensor] | None = None, old: Tensors | None = None
 ) -> tuple[Tensors, Tensor]:
     """The mean of the clients' class gradients over those that hold a class, and which classes somebody holds.
 
-    Each client sent `classes` [m] with weight [m, C, d] and bias [m, C]; the mean is over all C classes, zero where
-    nobody holds one. `weights`: for each client a number for each of its classes (None: all clients count alike).
+    Each client sent `classes` [m] with weight [m, C, d] and bias [m, C], packed or not; the mean is over all C classes.
+    Where nobody holds one it is that of `old`, or zero. `weights`: for each client a number for each of its classes
+    (None: all clients count alike). Means are made in float64, of some classes at a time.
     """
-    C = len(classifier["weight"])
-    total = {name: torch.zeros(C, *t.shape, dtype=torch.float64) for name, t in classifier.items()}
-    weight = torch.zeros(C, dtype=torch.float64)
-    for k, gradients in enumerate(sent):
-        classes = gradients["classes"]
-        w = torch.ones(len(classes), dtype=torch.float64) if weights is None else weights[k].double()
-        weight.index_add_(0, classes, w)
-        for name, t in total.items():
-            t.index_add_(0, classes, per_class(w, t) * gradients[name].double())
-    means = {name: (t / per_class(weight.clamp(min=1), t)).to(classifier[name].dtype) for name, t in total.items()}
-    return means, weight > 0
+    sent, C = list(sent), len(next(iter(classifier.values())))  # weight and bias have a row for each class
+    each, total = weights_of_holders(sent, C, weights)
+    held = total > 0
+    means: Tensors = {}
+    for name, like in classifier.items():
+        mean = like.new_zeros(C, *like.shape) if old is None else old[name].clone()
+        for block in table_blocks(C, like.numel()):
+            sums = torch.zeros(block.stop - block.start, *like.shape, dtype=torch.float64)
+            for gradients, w in zip(sent, each, strict=True):
+                rows, classes = rows_within(gradients["classes"], block)
+                mine = unpack(gradients[name], torch.float64, rows).mul_(per_class(w[rows], sums))
+                sums.index_add_(0, classes - block.start, mine)
+            sums /= per_class(total[block].clamp(min=1), sums)
+            mean[block] = torch.where(per_class(held[block], sums), sums.to(mean.dtype), mean[block])
+        means[name] = mean
+    return means, held
+
+
+def weights_of_holders(sent: Sequence[Tree], C: int, weights: Sequence[Tensor] | None) -> tuple[list[Tensor], Tensor]:
+    """What each client counts for each of its classes, and the sum over the clients for every class [C]."""
+    each = [torch.ones(len(s["classes"]), dtype=torch.float64) for s in sent]
+    if weights is not None:
+        each = [w.double() for w in weights]
+    total = torch.zeros(C, dtype=torch.float64)
+    for gradients, w in zip(sent, each, strict=True):
+        total.index_add_(0, gradients["classes"], w)
+    return each, total
+
+
+def table_blocks(count: int, size: int) -> Iterator[slice]:
+    """`count` things of `size` numbers each, in slices of bounded size, though of at least one thing."""
+    step = max(1, _TABLE_BLOCK // size)
+    return (slice(start, min(start + step, count)) for start in range(0, count, step))
+
+
+def rows_within(classes: Tensor, block: slice) -> tuple[Tensor, Tensor]:
+    """The rows at which a client's classes lie in this block, and these classes."""
+    rows = ((classes >= block.start) & (classes < block.stop)).nonzero().flatten()
+    return rows, classes[rows]
 
 
 def per_class(values: Tensor, table: Tensor) -> Tensor:

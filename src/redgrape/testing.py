@@ -144,13 +144,15 @@ def updates_share_no_memory(method: Method) -> None:
     """An update looks neither into the broadcast nor into the client's data."""
     case = _Case()
     data = case.federation.train
+    to_all: dict[int, str] = {}
     places: dict[int, str] = {}
     for passed in _exchange(method, case):
         flat = tree.flatten(passed.tree)
+        found = {_memory(t): f"the {passed.kind}'s '{name}'" for name, t in flat.items()}
         if passed.kind == "broadcast":
-            places = {_memory(data.x): "the client's inputs", _memory(data.y): "the client's labels"}
-        if passed.kind in ("broadcast", "message"):
-            places |= {_memory(t): f"the {passed.kind}'s '{name}'" for name, t in flat.items()}
+            to_all = {_memory(data.x): "the client's inputs", _memory(data.y): "the client's labels", **found}
+        if passed.kind == "message":  # those of other clients are gone, and their memory is used again
+            places = {**to_all, **found}
         if passed.kind == "update":
             for name, t in flat.items():
                 if t.numel() and _memory(t) in places:

@@ -20,7 +20,8 @@ Algorithm 1 with the paper's symbols; t counts rounds, i local steps, theta = (P
     server  theta^t <- theta^{t-1} + eta_s sum_k n_k / (sum_i n_i) (theta_k - theta^{t-1})            Eq. (13)
             g_pro[c] <- mean over the clients that hold c; where nobody does, the old one stays       Eq. (14)
 
-Where the paper can be read in two ways, docs/paper.md says which way was taken and why.
+Where the paper can be read in two ways, docs/paper.md says which way was taken and why. How prototypes are kept and
+sent, exactly or in less room, is in redgrape/prototypes.py and redgrape/half_precision.py.
 """
 
 from __future__ import annotations
@@ -37,11 +38,14 @@ from torch import Tensor, nn
 from redgrape import tree
 from redgrape.aggregation import client_report, mean_delta, sample_weights
 from redgrape.class_sampling import at_most
-from redgrape.classifier_gradients import class_mean_gradients, mean_over_holders, per_class, summed_gradient
+from redgrape.classifier_gradients import summed_gradient
+from redgrape.errors import ConfigError
 from redgrape.features import Statistics, features
+from redgrape.half_precision import pack, round_
 from redgrape.method import ClientId, ClientSite, ServerSite
 from redgrape.methods.fedavg import FedAvg
 from redgrape.nets.net import Net
+from redgrape.prototypes import Exact, LowRank, Prototypes
 from redgrape.schedule import Schedule, decay
 from redgrape.tree import Tensors, Tree
 
@@ -83,6 +87,15 @@ class RedGrape(FedAvg):
         "plain", description="make prototypes from the examples as they are, or from an augmented view"
     )
     max_age: int | None = Field(None, ge=0, le=10**9, description="do not use prototypes older than this many rounds")
+    prototype_rank: int | None = Field(
+        None, ge=1, le=10**6, description="keep and send each prototype as factors of this rank (none: exactly)"
+    )
+    prototype_precision: Literal["single", "half"] = Field(
+        "single", description="send prototypes in the net's own precision, or in float16 with an exponent a class"
+    )
+    prototype_message: Literal["table", "sum"] = Field(
+        "table", description="a client receives all prototypes, or only the sum over the classes that it asks for"
+    )
     use_prototypes: bool = Field(True, description="ablation: serve missing classes by prototypes")
     use_real_data: bool = Field(True, description="ablation: serve classes by real examples")
     two_stream: bool = Field(True, description="ablation: train the second classifier W_hat")
@@ -113,9 +126,14 @@ class RedGrape(FedAvg):
     def init_server(self, model: Tensors, site: ServerSite) -> Tree:
         W = classifier_of(model)
         C = site.num_classes
+        if self.prototype_rank is not None and self.prototype_rank >= min(W["weight"].shape):
+            raise ConfigError(
+                f"prototype_rank is {self.prototype_rank}, but prototypes of {C} classes and {W['weight'].shape[1]} "
+                f"features have a rank below {min(W['weight'].shape)}; lower it, or leave it out: they are exact then"
+            )
         server: dict[str, Any] = {
             "model": model,
-            "prototypes": {name: w.new_zeros(C, *w.shape) for name, w in W.items()},
+            "prototypes": self.form.none(W),
             "seen": torch.zeros(C, dtype=torch.bool),
             "age": torch.zeros(C, dtype=torch.int64),  # rounds since the class's prototype was made
         }
@@ -133,10 +151,40 @@ class RedGrape(FedAvg):
                 bound, generator = 1 / math.sqrt(W["weight"].shape[1]), site.generator("W_hat")
                 return {name: torch.empty_like(w).uniform_(-bound, bound, generator=generator) for name, w in W.items()}
 
+    @property
+    def form(self) -> Prototypes:
+        """How prototypes are kept and averaged."""
+        return Exact() if self.prototype_rank is None else LowRank(self.prototype_rank)
+
     def broadcast(self, server: Tree) -> Tree:
-        usable = server["seen"] if self.max_age is None else server["seen"] & (server["age"] <= self.max_age)
-        sent = {"model": server["model"], "prototypes": server["prototypes"], "seen": usable}
+        sent = {"model": server["model"], "seen": self._usable(server)}
+        if self.prototype_message == "table":
+            sent["prototypes"] = self._sent(server["prototypes"])
         return sent | ({"W_hat": server["W_hat"]} if self.two_stream else {})
+
+    def request(self, site: ClientSite) -> Tree:
+        return {"missing": ~self.real_classes(site)} if self.prototype_message == "sum" else {}
+
+    def message(self, server: Tree, request: Tree, site: ServerSite) -> Tree:
+        """The sum that the client would make of the table, by the same arithmetic on the same bits."""
+        if self.prototype_message == "table":
+            return {}
+        classes = self._usable(server) & request["missing"]
+        dtype = server["model"]["classifier.weight"].dtype
+        return {"prototype_sum": self.form.sum(server["prototypes"], classes, dtype)}
+
+    def _usable(self, server: Tree) -> Tensor:
+        """The classes that have a prototype, and not too old a one."""
+        seen: Tensor = server["seen"]
+        return seen if self.max_age is None else seen & (server["age"] <= self.max_age)
+
+    def _sent(self, table: Tensors) -> Tree:
+        return {name: pack(g) for name, g in table.items()} if self.prototype_precision == "half" else table
+
+    def real_classes(self, site: ClientSite) -> Tensor:
+        """The mask of L_bal: the classes of which the client holds at least T examples."""
+        counts = torch.bincount(site.data.labels, minlength=site.num_classes)
+        return counts >= self.threshold if self.use_real_data else torch.zeros_like(counts, dtype=torch.bool)
 
     def client_update(self, broadcast: Tree, state: Tree, site: ClientSite) -> tuple[Tree, Tree]:
         """Algorithm 1."""
@@ -168,9 +216,9 @@ class RedGrape(FedAvg):
             update["delta_W_hat"] = tree.sub(parameters_of(W_hat), broadcast["W_hat"])
         return update, state  # line 8
 
-    def _local_prototypes(self, net: Net, site: ClientSite) -> Tensors:
+    def _local_prototypes(self, net: Net, site: ClientSite) -> Tree:
         """Eq. (10) for each class of which the client holds min_count examples: their numbers as `classes`, and the
-        mean gradients weight [m, C, d] and bias [m, C]. W alone, evaluation mode, one forward pass."""
+        mean gradients weight [m, C, d], or its factors, and bias [m, C]. W alone, evaluation mode, one forward pass."""
         labels = site.data.labels
         counts = torch.bincount(labels, minlength=site.num_classes)
         sent = counts >= self.min_count if self.use_prototypes else torch.zeros_like(counts, dtype=torch.bool)
@@ -182,8 +230,8 @@ class RedGrape(FedAvg):
                 x = site.inputs(rows, net.classifier.weight.dtype, view)
                 yield features(net.encoder, x, "running"), labels[rows].to(site.device)
 
-        gradients = class_mean_gradients(net.classifier, batches(), classes.to(site.device))
-        prototypes = {"classes": classes} | {name: g.cpu() for name, g in gradients.items()}
+        gradients = self.form.local(net.classifier, batches(), classes.to(site.device))
+        prototypes = {"classes": classes, **self._sent(gradients)}
         return prototypes | ({"counts": counts[classes]} if self.prototype_weights == "count" else {})
 
     def server_update(self, server: Tree, updates: Mapping[ClientId, Tree], site: ServerSite) -> Tree:
@@ -202,15 +250,22 @@ class RedGrape(FedAvg):
 
     def _global_prototypes(self, old: Tensors, updates: Mapping[ClientId, Tree]) -> tuple[Tensors, Tensor]:
         """Eq. (14): the mean over the clients that hold a class, the old prototype where nobody does; and which classes
-        somebody holds."""
+        somebody holds. What the wire would round is rounded at once."""
         sent = [update["prototypes"] for update in updates.values()]
         weights = [s["counts"] for s in sent] if self.prototype_weights == "count" else None
-        mean, held = mean_over_holders(sent, {name: g[0] for name, g in old.items()}, weights)
-        return {name: torch.where(per_class(held, g), g, old[name]) for name, g in mean.items()}, held
+        mean, held = self.form.mean(sent, old, weights)
+        return {name: round_(g) if self.prototype_precision == "half" else g for name, g in mean.items()}, held
 
     def privacy(self) -> str:
-        if not self.use_prototypes:
-            return ""
+        told = [self._told_by_prototypes()] if self.use_prototypes else []
+        if self.prototype_message == "sum" and self.use_real_data and math.isfinite(self.threshold):
+            told += [
+                "When a RedGrape client is asked to train, it tells the server of which classes it has at least "
+                f"{self.threshold:g} examples."
+            ]
+        return " ".join(told)
+
+    def _told_by_prototypes(self) -> str:
         counts = " and how many examples of each" if self.prototype_weights == "count" else ""
         single = (
             "Where a client has one example of a class, the prototype is the gradient of that example alone, and the "
@@ -219,10 +274,16 @@ class RedGrape(FedAvg):
             else f"They were sent from {self.min_count} examples of a class on, so that none is of a single example; "
             "a prototype still gives weighted means of its examples' feature vectors."
         )
+        if self.prototype_rank is not None:
+            r = self.prototype_rank
+            single += f" That they are cut to rank {r} hides nothing of a class with {r} examples or fewer" + (
+                ": the gradient of one example has rank one." if self.min_count == 1 else "."
+            )
+        within = " in a sum over classes" if self.prototype_message == "sum" else ""
         return (
             "In RedGrape a client also sends a gradient prototype for each of its classes. Gradient prototypes expose "
             f"which classes a client holds{counts}. {single} Where only one client of a round holds a class, all "
-            "clients of the next round receive that client's prototype. The prototypes are not in this folder."
+            f"clients of the next round receive that client's prototype{within}. The prototypes are not in this folder."
         )
 
     def log(self, server: Tree, updates: Mapping[ClientId, Tree]) -> Mapping[str, Tensor]:
@@ -237,8 +298,7 @@ class Balance:
         self.lam = method.lam * decay(method.lam_schedule, site.round, site.rounds, method.lam_final)
         self.draws, self.views = site.generator("balanced draw"), site.generator("balanced view")
         self.labels = site.data.labels
-        counts = torch.bincount(self.labels, minlength=site.num_classes)
-        real = counts >= method.threshold if method.use_real_data else torch.zeros_like(counts, dtype=torch.bool)
+        real = method.real_classes(site)
         self.real_classes = real.nonzero().flatten()  # L_bal
         self.T = int(method.threshold) if len(self.real_classes) else 0
         self.constant = self._prototype_sum(broadcast, ~real)
@@ -251,9 +311,10 @@ class Balance:
         factor = 1.0
         if self.method.unseen == "mean" and available.any():  # each class without a prototype gets the others' mean
             factor = int(missing.sum()) / int(available.sum())
-        return {
-            name: (g[available].sum(dim=0) * factor).to(self.site.device) for name, g in broadcast["prototypes"].items()
-        }
+        total = broadcast.get("prototype_sum")
+        if total is None:
+            total = self.method.form.sum(broadcast["prototypes"], available, self.net.classifier.weight.dtype)
+        return {name: (g * factor).to(self.site.device) for name, g in total.items()}
 
     def _examples(self) -> tuple[Tensor, Tensor]:
         """D_bal: T examples of each class of L_bal, without replacement; one view of them for the whole round."""
