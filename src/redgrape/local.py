@@ -62,7 +62,13 @@ class LocalTraining(BaseModel):
                 return torch.optim.AdamW(trained, lr=lr, weight_decay=self.weight_decay, fused=True)
 
     def batches(self, site: ClientSite, net: Net) -> Iterator[tuple[Tensor, Tensor]]:
-        """Shuffled mini-batches of the client's data, `epochs` times over."""
+        """Shuffled mini-batches of the client's data, `epochs` times over; of a stack of clients, all their batches
+        one after another."""
+        if members := site.members:
+            for batches in zip(*(self.batches(member, net) for member in members), strict=True):
+                x, y = zip(*batches, strict=True)
+                yield torch.cat(x), torch.cat(y)
+            return
         dtype = net.classifier.weight.dtype
         data = site.data.converted(dtype)  # once a round instead of in every epoch
         labels, has_batchnorm = data.labels, bool(batchnorms(net))

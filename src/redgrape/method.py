@@ -8,7 +8,7 @@ none on itself.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self, TypeAlias
 
@@ -59,6 +59,7 @@ class ClientSite(Site):
 
     client: ClientId
     data: Examples
+    members: Sequence[ClientSite] = ()  # where it stands for several clients at once (engines/stacked.py)
 
     def _path(self) -> tuple[int, ...]:
         return (self.round, self.client)
@@ -104,6 +105,7 @@ class Method(LocalTraining, ABC):
 
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     uses_auxiliary: ClassVar[bool] = False  # whether the server needs a balanced set of its own
+    stacks: ClassVar[bool] = False  # whether its client half holds for several clients at once (engines/stacked.py)
     cheap: ClassVar[Mapping[str, Any]] = {}  # hyper-parameters that only say how much work is done, for quick checks
     assumes: ClassVar[str] = ""  # what else it needs that plain averaging does not
     fidelity: ClassVar[str] = ""  # what it was written from, and what is uncertain

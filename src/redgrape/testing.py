@@ -348,7 +348,8 @@ class _Reversed(InProcess):
     def run_clients(
         self, broadcast: Tree, tasks: Mapping[ClientId, Task], round: int
     ) -> Iterator[tuple[ClientId, Answer]]:
-        return super().run_clients(broadcast, {k: tasks[k] for k in reversed(list(tasks))}, round)
+        for k in reversed(list(tasks)):
+            yield from super().run_clients(broadcast, {k: tasks[k]}, round)
 
 
 class _Dropping(InProcess):

@@ -233,6 +233,7 @@ class Training:
         workers: int = 1,
         device: str = "cpu",
         evaluate_every: int = 1,
+        stack: int = 1,
     ) -> None:
         if not isinstance(rounds, int) or rounds < 1:
             raise ConfigError(f"rounds is {rounds!r}; it must be a whole number of at least 1")
@@ -257,6 +258,12 @@ class Training:
             net = build()
             check_net(net, federation)
             check_fresh(net, build())
+        if stack < 1:
+            raise ConfigError(f"stack is {stack}; it counts clients that are trained as one and must be at least 1")
+        if stack > 1:
+            from redgrape.engines import stacked
+
+            stacked.check(method, net)
         if method.batch_size == 1 and batchnorms(net) and not method.freeze_encoder:
             raise ConfigError("batch_size is 1, and BatchNorm has no statistics of a single example; choose at least 2")
         self.federation = federation
@@ -268,7 +275,7 @@ class Training:
         self.site = ServerSite(
             build, federation.num_clients, federation.num_classes, seed, 0, rounds, place, federation.auxiliary
         )
-        self.engine = engines.create(ClientHalf(method, federation, build, seed, rounds, place), workers)
+        self.engine = engines.create(ClientHalf(method, federation, build, seed, rounds, place, stack), workers)
 
     def steps(
         self,
@@ -340,11 +347,13 @@ def train(
     workers: int = 1,
     device: str = "cpu",
     evaluate_every: int = 1,
+    stack: int = 1,
 ) -> Result:
     """Train a method on a federation from the weights that `build` gives, and evaluate as it goes.
 
     `build` returns a fresh Net at every call. With one worker it may be any callable; with more it must be importable,
-    because it is sent to other processes.
+    because it is sent to other processes. `stack`: train so many clients of equal size as one, where the method and the
+    net allow it; fast for small nets, with results that agree to rounding instead of in bits.
     """
     history = []
     with Training(
@@ -357,6 +366,7 @@ def train(
         workers=workers,
         device=device,
         evaluate_every=evaluate_every,
+        stack=stack,
     ) as training:
         for step in training.steps():
             history.append(step.record)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType, TracebackType
 from typing import Literal, NamedTuple, Protocol, Self, TypeAlias
@@ -77,6 +77,7 @@ class ClientHalf:
     seed: int
     rounds: int
     device: torch.device
+    stack: int = 1  # how many clients of equal size are trained as one (engines/stacked.py)
 
     def site(self, client: ClientId, round: int) -> ClientSite:
         return ClientSite(
@@ -98,6 +99,27 @@ class ClientHalf:
         with same_bits_everywhere(), keys.global_stream(keys.key(self.seed, "global", round, client)):
             before = self.method.init_client(received) if task.state is None else task.state
             return Answer(*self.method.client_update(received, before, site))
+
+    def groups(self, clients: Iterable[ClientId]) -> list[list[ClientId]]:
+        """The clients that are run together, the largest first: one by one, or stacks of equal size."""
+        by_size: dict[int, list[ClientId]] = {}
+        for k in sorted(clients):
+            by_size.setdefault(self.federation.size(k), []).append(k)
+        largest_first = [by_size[size] for size in sorted(by_size, reverse=True)]
+        return [same[i : i + self.stack] for same in largest_first for i in range(0, len(same), self.stack)]
+
+    def run_group(
+        self, clients: Sequence[ClientId], broadcast: Tree, tasks: Sequence[Task], round: int
+    ) -> list[Answer]:
+        if self.stack == 1:
+            return [self.run(k, broadcast, task, round) for k, task in zip(clients, tasks, strict=True)]
+        from redgrape.engines import stacked  # torch.func takes a second to import
+
+        keep_freed_memory()
+        with same_bits_everywhere():
+            states = [self.method.init_client(broadcast) if task.state is None else task.state for task in tasks]
+            answers = stacked.run(self.method, broadcast, states, [self.site(k, round) for k in clients])
+        return [Answer(*answer) for answer in answers]
 
     def requests(self, clients: Sequence[ClientId], round: int) -> Iterator[tuple[ClientId, Tree]]:
         for client in clients:

@@ -20,9 +20,10 @@ class InProcess:
     def run_clients(
         self, broadcast: Tree, tasks: Mapping[ClientId, Task], round: int
     ) -> Iterator[tuple[ClientId, Answer]]:
-        for k, task in tasks.items():
-            update, state = self._half.run(k, broadcast, task, round)
-            yield k, Answer(tree.ordered(update), tree.ordered(state))
+        for clients in self._half.groups(tasks):
+            answers = self._half.run_group(clients, broadcast, [tasks[k] for k in clients], round)
+            for k, (update, state) in zip(clients, answers, strict=True):
+                yield k, Answer(tree.ordered(update), tree.ordered(state))
 
     def requests(self, clients: Sequence[ClientId], round: int) -> Iterator[tuple[ClientId, Tree]]:
         return self._half.requests(clients, round)

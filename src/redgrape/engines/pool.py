@@ -66,7 +66,7 @@ class Pool:
     def _start(self) -> _Worker:
         ours, theirs = self._context.Pipe()
         half, inbox, outbox = self._half, Mailbox(self._room), Mailbox(self._room)
-        job = (half.method, self._shared, half.build, half.seed, half.rounds, half.device)
+        job = (half.method, self._shared, half.build, half.seed, half.rounds, half.device, half.stack)
         process = self._context.Process(
             target=_serve, args=(theirs, inbox, outbox, *job), daemon=True, name="redgrape-worker"
         )
@@ -78,9 +78,18 @@ class Pool:
     def run_clients(
         self, broadcast: Tree, tasks: Mapping[ClientId, Task], round: int
     ) -> Iterator[tuple[ClientId, Answer]]:
-        longest_first = sorted(tasks, key=lambda k: (-self._half.federation.size(k), k))
-        for k, answer in self._run("client", longest_first, lambda k: _Job((k, round), *tasks[k]), broadcast):
-            yield k, Answer(answer.get("update", {}), answer.get("state", {}))
+        groups = {clients[0]: clients for clients in self._half.groups(tasks)}
+
+        def job(first: ClientId) -> _Job:
+            of_each = {k: tasks[k] for k in groups[first]}
+            states = {str(k): task.state for k, task in of_each.items() if task.state is not None}
+            messages = {str(k): task.message for k, task in of_each.items()}
+            return _Job((groups[first], set(states), round), {"states": states, "messages": messages})
+
+        for first, answers in self._run("client", list(groups), job, broadcast):
+            for k in groups[first]:
+                answer = answers.get(str(k), {})
+                yield k, Answer(answer.get("update", {}), answer.get("state", {}))
 
     def requests(self, clients: Sequence[ClientId], round: int) -> Iterator[tuple[ClientId, Tree]]:
         return self._half.requests(clients, round)
@@ -192,8 +201,7 @@ class _Job(NamedTuple):
     """What a worker is to do: few words, and tensors."""
 
     details: tuple[Any, ...]
-    state: Tree | None = None
-    message: Tree = MappingProxyType({})
+    tensors: Tree = MappingProxyType({})
 
 
 @dataclass(eq=False)
@@ -233,16 +241,10 @@ class _Worker:
     def send(self, kind: str, job: _Job, payload: Tree | None) -> None:
         if payload is not None:
             self.inbox.clear()
-        letter = self.inbox.write(
-            {
-                **({} if payload is None else {"payload": payload}),
-                **({} if job.state is None else {"state": job.state}),
-                "message": job.message,
-            }
-        )
+        letter = self.inbox.write(job.tensors if payload is None else {**job.tensors, "payload": payload})
         self.is_full = self.inbox.is_full
         with contextlib.suppress(OSError):  # it has died; receive() will say so
-            self.connection.send((kind, job.details, payload is not None, job.state is not None, letter))
+            self.connection.send((kind, job.details, payload is not None, letter))
 
     def receive(self) -> tuple[str, Any]:
         """("ready", None), ("answer", value), ("refused", error), ("error", text) or ("lost", reason)."""
@@ -324,18 +326,19 @@ def _serve(
     seed: int,
     rounds: int,
     device: torch.device,
+    stack: int,
 ) -> None:
     """A worker's life."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the coordinator's business
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: do not outlive the parent
     torch.set_num_threads(1)
-    half = ClientHalf(method, shared.federation(), build, seed, rounds, device)
+    half = ClientHalf(method, shared.federation(), build, seed, rounds, device, stack)
     connection.send(("ready", None))
     payload: Any = None
     while True:
         try:
-            kind, details, has_payload, has_state, letter = connection.recv()
+            kind, details, has_payload, letter = connection.recv()
         except EOFError:
             return
         try:
@@ -344,10 +347,16 @@ def _serve(
                 payload = received.get("payload", {})
                 outbox.clear()  # what was answered before is used up
             if kind == "client":
-                client, round = details
-                state = received.get("state", {}) if has_state else None
-                update, state = half.run(client, payload, Task(state, received.get("message", {})), round)
-                answer: Tree = {"update": update, "state": state}
+                clients, with_state, round = details
+                states, messages = received.get("states", {}), received.get("messages", {})
+                tasks = [
+                    Task(states.get(str(k), {}) if str(k) in with_state else None, messages.get(str(k), {}))
+                    for k in clients
+                ]
+                answers = half.run_group(clients, payload, tasks, round)
+                answer: Tree = {
+                    str(k): {"update": a.update, "state": a.state} for k, a in zip(clients, answers, strict=True)
+                }
             else:
                 split, starts = details
                 confusions, losses = zip(*half.score(payload, split, starts), strict=True)

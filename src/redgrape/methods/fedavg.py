@@ -33,6 +33,7 @@ class FedAvg(Method):
         "released": {"clip_norm": 1.0},  # the released RedGrape code clips the gradient in every method
     }
 
+    stacks: ClassVar[bool] = True
     fidelity: ClassVar[str] = "from RedGrape's paper, Eq. (2), without its factor 1/|C|, which would shrink every step"
 
     def init_server(self, model: Tensors, site: ServerSite) -> Tree:

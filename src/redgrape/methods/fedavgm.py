@@ -27,6 +27,7 @@ class FedAvgM(FedAvg):
     beta: float = Field(0.9, ge=0, lt=1, description="momentum of the server")
 
     presets: ClassVar = {"paper": {}}
+    stacks: ClassVar[bool] = True
     fidelity: ClassVar[str] = (
         "from a secondary source, which states its update; later work also uses beta 0.97 (CReFF) and 0.2 (FEDIC)"
     )

@@ -33,6 +33,7 @@ class FedDyn(FedAvg):
     server_lr: float = Field(1.0, ge=1, le=1, description="the method has no such factor: 1")
 
     presets: ClassVar = {"paper": {}}
+    stacks: ClassVar[bool] = True
     fidelity: ClassVar[str] = (
         "from a secondary source, which states its algorithm; the authors' code scales a by the client's share of the "
         "data and evaluates the clients' mean"

@@ -43,6 +43,7 @@ class FedOpt(FedAvg):
         "adagrad": {"server_optimizer": "adagrad", "beta_1": 0.0},
         "yogi": {"server_optimizer": "yogi"},
     }
+    stacks: ClassVar[bool] = True
     fidelity: ClassVar[str] = (
         "from a secondary source, which states the three updates; the paper searches eta_s per task, and 0.01 is what "
         "others found for CIFAR-100"

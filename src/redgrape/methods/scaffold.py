@@ -36,6 +36,7 @@ class Scaffold(FedAvg):
     momentum: float = Field(0.0, ge=0, lt=1, description="momentum of sgd; the paper has none")
 
     presets: ClassVar = {"paper": {}}
+    stacks: ClassVar[bool] = True
     fidelity: ClassVar[str] = (
         "from a secondary source, which states option II; with momentum, which the paper does not have, S counts "
         "effective steps, and with clipping, which it has not either, c_i is biased"

@@ -1,0 +1,124 @@
+"""Several small clients as one: a net whose every parameter has the client as its first axis.
+
+A small net spends its time on the way to the kernels, not in them. Clients with equally many examples make the same
+local steps, so that one step of a stack of nets makes all of theirs: `client_update` runs once, on tensors that have
+one axis more, and its results are taken apart. A method says by `stacks` that its client half only does what holds for
+such tensors too: element by element, or through the net, the loss of a batch and the optimizer. Sums are made in
+another order than for one client alone, so that results agree to rounding, not in bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, vmap
+
+from redgrape import tree
+from redgrape.errors import ConfigError
+from redgrape.method import ClientSite, Method
+from redgrape.nets.copies import new_net
+from redgrape.nets.net import Net
+from redgrape.tree import Tensors, Tree
+
+
+class StackedNet(Net):
+    """Takes the batches of all clients one after another, and gives their logits so."""
+
+    def __init__(self, plain: Net, like: Net, size: int) -> None:
+        """`plain` does the arithmetic of one client; `like`, another net of the kind, becomes this one's parts."""
+        super().__init__(like.encoder, like.classifier)
+        for module in self.modules():
+            for name, p in module._parameters.items():
+                if p is not None:
+                    stacked = p.detach().expand(size, *p.shape).clone()
+                    module._parameters[name] = nn.Parameter(stacked, p.requires_grad)
+        self._size = size
+        self._of_one = lambda parameters, x: functional_call(plain, parameters, (x,))
+
+    def forward(self, x: Tensor) -> Tensor:
+        of_each = x.unflatten(0, (self._size, -1))
+        z: Tensor = vmap(self._of_one)(dict(self.named_parameters()), of_each).flatten(0, 1)
+        if z.requires_grad:
+            # A loss is the mean over the batches of all; each client's own is that of its own batch.
+            z.register_hook(lambda gradient: gradient * self._size)
+        return z
+
+
+@dataclass(frozen=True)
+class StackedSite(ClientSite):
+    """The place of several clients, the `members`; `client` is the first of them."""
+
+    @classmethod
+    def of(cls, members: Sequence[ClientSite]) -> StackedSite:
+        first = members[0]
+        fields = {name: getattr(first, name) for name in first.__dataclass_fields__}
+        return cls(**{**fields, "data": _Length(sum(len(m.data) for m in members)), "members": members})
+
+    def load(self, model: Tensors) -> Net:
+        net = StackedNet(new_net(self.build, model), new_net(self.build, model), len(self.members))
+        return net if self.device.type == "cpu" else net.to(self.device)
+
+
+class _Length:
+    """What a method that stacks may ask of the data itself."""
+
+    def __init__(self, length: int) -> None:
+        self._length = length
+
+    def __len__(self) -> int:
+        return self._length
+
+
+def check(method: Method, net: Net) -> None:
+    """Raise ConfigError where clients of this method, with this net, cannot be stacked."""
+    if not vars(type(method)).get("stacks", False):  # not inherited: a subclass may do what does not hold for stacks
+        raise ConfigError(f"clients of the method '{type(method).__name__}' cannot be stacked; leave --stack out")
+    if method.clip_norm is not None:
+        raise ConfigError("clip_norm is the norm of one client's gradient; with it clients cannot be stacked")
+    if len(list(net.named_parameters(remove_duplicate=False))) > len(list(net.parameters())):
+        raise ConfigError("a net with one parameter under two names cannot be stacked; leave --stack out")
+    if next(net.buffers(), None) is not None or any(
+        isinstance(m, nn.modules.dropout._DropoutNd) for m in net.modules()
+    ):
+        raise ConfigError("a net with BatchNorm or dropout cannot be stacked; leave --stack out")
+
+
+def run(
+    method: Method, broadcast: Tree, states: Sequence[Tree], sites: Sequence[ClientSite]
+) -> list[tuple[Tree, Tree]]:
+    """Each client's update and new state. Clients of equal size whose states have the same names go together."""
+    together: dict[tuple[int, tuple[str, ...]], list[int]] = {}
+    for i, (state, site) in enumerate(zip(states, sites, strict=True)):
+        together.setdefault((len(site.data), tuple(tree.flatten(state))), []).append(i)
+    found: dict[int, tuple[Tree, Tree]] = {}
+    for places in together.values():
+        site = StackedSite.of([sites[i] for i in places])
+        update, state = method.client_update(broadcast, _stack([states[i] for i in places]), site)
+        names = set(broadcast["model"])
+        parts = zip(_unstack(update, len(places), names), _unstack(state, len(places), names), strict=True)
+        found.update(zip(places, parts, strict=True))
+    return [found[i] for i in range(len(sites))]
+
+
+def _stack(trees: Sequence[Tree]) -> Tree:
+    """Trees with the same names as one, whose tensors have the tree as their first axis."""
+    flat = [tree.flatten(t) for t in trees]
+    return tree.unflatten({name: torch.stack([f[name] for f in flat]) for name in flat[0]})
+
+
+def _unstack(stacked: Tree, size: int, parameters: set[str]) -> list[dict[str, Any]]:
+    """What each client has of an update or a state: its part of what is shaped like the parameters, an equal share of
+    the count, and the rest (the mean loss) as it is."""
+    flat = tree.flatten(stacked)
+    parts: list[Tensors] = [{} for _ in range(size)]
+    for name, t in flat.items():
+        for b, part in enumerate(parts):
+            if name.rpartition("/")[2] in parameters:
+                part[name] = t[b]
+            else:
+                part[name] = t // size if name == "count" else t
+    return [tree.unflatten(part) for part in parts]
