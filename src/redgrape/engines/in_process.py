@@ -20,7 +20,7 @@ class InProcess:
     def run_clients(
         self, broadcast: Tree, tasks: Mapping[ClientId, Task], round: int
     ) -> Iterator[tuple[ClientId, Answer]]:
-        for clients in self._half.groups(tasks):
+        for clients in sorted(self._half.groups(tasks)):
             answers = self._half.run_group(clients, broadcast, [tasks[k] for k in clients], round)
             for k, (update, state) in zip(clients, answers, strict=True):
                 yield k, Answer(tree.ordered(update), tree.ordered(state))
