@@ -275,6 +275,11 @@ class DividesByTheOthers(FedAvg):
         return super().server_update(server, updates, site) | {"share": torch.tensor(1.0) / (len(updates) - 1)}
 
 
+class TakesAnything(FedAvg):
+    def check_update(self, update, like, declared, site):
+        pass
+
+
 class ForgetsOnResume(FedAvg):
     """A round counter outside the state, as a new instance starts it again."""
 
@@ -385,6 +390,7 @@ BROKEN: list[tuple[type[Method], str, str]] = [
     (RemembersWhoCameBefore, "order_of_clients_changes_nothing", "reversed order"),
     (NeedsTwoAnswers, "any_clients_may_be_missing", "ValueError: the spread of one update"),
     (DividesByTheOthers, "any_clients_may_be_missing", "'share' is not finite"),
+    (TakesAnything, "bad_updates_are_left_out", "DIVERGED in round 1: server tensor"),
     (ForgetsOnResume, "resumed_run_equals_straight_run", "resumed after round 1"),
     (StateInTheModule, "engines_agree", "a pool of"),
     (MeanOfEachClass, "clients_of_one_class", "'share' is not finite"),
@@ -422,6 +428,28 @@ def test_check_method_runs_every_clause(monkeypatch: pytest.MonkeyPatch) -> None
     testing.check_method(FedAvg(lr=0.5), workers=[])
     assert [name for name, _ in ran] == [*testing.CHECKS] * 2
     assert ran[0][1] == FedAvg() and ran[-1][1] == FedAvg(lr=0.5)
+
+
+ROBUST_PATHS = [
+    "nothing_that_was_passed_is_modified",
+    "order_of_clients_changes_nothing",
+    "clients_of_one_class",
+    "float64_stays_float64",
+]
+
+
+@pytest.mark.parametrize("clause", ROBUST_PATHS)
+@pytest.mark.parametrize("rule", ["median", "trimmed_mean", "norm_clipping"])
+@pytest.mark.parametrize("name", methods.names())
+def test_every_method_keeps_the_contract_with_a_robust_average(name: str, rule: str, clause: str) -> None:
+    testing.CHECKS[clause](methods.load(name)(aggregation=rule))
+
+
+@pytest.mark.parametrize("rule", ["krum", "multi_krum"])
+@pytest.mark.parametrize("name", methods.names())
+def test_ten_of_fifty_clients_with_krum(name: str, rule: str) -> None:
+    """The other clauses ask fewer clients than Krum needs."""
+    testing.CHECKS["few_of_many_clients"](methods.load(name)(aggregation=rule, byzantine=2))
 
 
 VARIANTS = [

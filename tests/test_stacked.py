@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from redgrape import methods, tree
+from redgrape import cli, methods, tree
 from redgrape.data.examples import Examples
 from redgrape.data.federation import Federation
 from redgrape.errors import ConfigError
@@ -111,6 +113,17 @@ def test_what_cannot_be_stacked_is_refused(method: Method, build: Any, message: 
     with pytest.raises(ConfigError, match=message):
         train(method, data(), build, rounds=1, stack=2)
     train(method, data(), build, rounds=1)
+
+
+def test_a_run_records_its_stacks_and_goes_on_with_no_others(tmp_path: Path, capsys: Any) -> None:
+    out = str(tmp_path / "run")
+    run = f"run --method fedavg --net linear --partition iid --rounds 1 --epochs 1 --workers 1 --quiet --out {out}"
+    assert cli.run(f"{run} -c data.head_cap=30 --stack 4".split()) == 0
+    assert "4 clients of equal size were trained as one" in capsys.readouterr().err
+    assert json.loads((tmp_path / "run" / "environment.json").read_text())["stack"] == 4
+    assert cli.run(f"resume {out} --rounds 2 --workers 1 --quiet".split()) == 2
+    assert "began with stack 4 and is stack 1 now" in capsys.readouterr().err
+    assert cli.run(f"resume {out} --rounds 2 --workers 1 --quiet --stack 4".split()) == 0
 
 
 def test_a_stack_of_none_is_refused() -> None:

@@ -23,7 +23,7 @@ from redgrape.data.federation import Groups
 from redgrape.engines import ClientHalf
 from redgrape.engines.in_process import InProcess
 from redgrape.engines.pool import Pool
-from redgrape.errors import ConfigError, Diverged, RedgrapeError
+from redgrape.errors import ConfigError, Diverged, TooFewClients
 from redgrape.evaluate import Scores
 from redgrape.method import ClientSite, ServerSite
 from redgrape.methods.fedavg import FedAvg
@@ -365,10 +365,21 @@ def test_history() -> None:
     assert [record["round"] for record in result.history] == [1, 2]
     for record in result.history:
         assert record.keys() == {
-            *("round", "clients", "answered", "rejected", "train_loss", "bytes_down", "bytes_up", "test", "validation")
+            *(
+                "round",
+                "clients",
+                "answered",
+                "rejected",
+                "lost",
+                "train_loss",
+                "bytes_down",
+                "bytes_up",
+                "test",
+                "validation",
+            )
         }
         assert record["clients"] == record["answered"] == [0, 1]
-        assert record["rejected"] == {}
+        assert record["rejected"] == record["lost"] == {}
         assert record["bytes_down"] == 2 * 72
         assert record["bytes_up"] == 2 * (72 + 4 + 8)
         for split in ("test", "validation"):
@@ -409,6 +420,9 @@ def test_training_continues_from_a_state() -> None:
         ({"clients_per_round": 0}, "clients_per_round is 0; choose 1 to 2"),
         ({"clients_per_round": 3}, "clients_per_round is 3; choose 1 to 2"),
         ({"workers": 0}, "workers is 0"),
+        ({"min_answers": 0}, "min_answers is 0; choose 1 to 2"),
+        ({"min_answers": 3}, "min_answers is 3; choose 1 to 2"),
+        ({"deadline": 0.0}, "deadline is 0.0"),
         ({"evaluate_every": 0}, "evaluate_every is 0"),
         ({"device": "gpu7"}, "device 'gpu7' cannot be used here"),
     ],
@@ -612,10 +626,25 @@ def test_a_worker_lost_between_two_rounds_is_replaced(tmp_path: Path) -> None:
     assert tree.equal(pooled, after_three_rounds(half, InProcess(half)))
 
 
-def test_a_client_that_takes_every_worker_down_stops_the_run() -> None:
+@pytest.mark.parametrize(("kind", "reason"), [("killed", "ended with code -9"), ("hung", "no answer within the dead")])
+def test_a_client_that_takes_every_worker_down_is_left_out(kind: Any, reason: str) -> None:
+    """And the round is that of the others, whose answers are what they were."""
+    half = accident(kind=kind)
+    site = ServerSite(LINEAR, 4, C, 0, 0, 1, torch.device("cpu"))
+    with Pool(half, 2, deadline=1.0 if kind == "hung" else None) as pool:
+        (state,) = rounds(half.method, pool, site, eligible=range(4), clients_per_round=4)
+    assert state.record["answered"] == [0, 2, 3]
+    assert list(state.record["lost"]) == ["1"] and reason in state.record["lost"]["1"]
+    (without,) = rounds(half.method, InProcess(half), site, eligible=[0, 2, 3], clients_per_round=3)
+    assert tree.equal(state.server, without.server)
+
+
+def test_too_few_answers_stop_the_run() -> None:
     half = accident(kind="killed")
-    with Pool(half, 1) as pool, pytest.raises(RedgrapeError, match=r"client 1 took its worker down 3 times .*code -9"):
-        after_three_rounds(half, pool)
+    site = ServerSite(LINEAR, 4, C, 0, 0, 1, torch.device("cpu"))
+    says = r"^3 of 4 clients gave an answer that counts in round 1, and 4 are needed; client 1: the process ended"
+    with Pool(half, 2) as pool, pytest.raises(TooFewClients, match=says):
+        list(rounds(half.method, pool, site, eligible=range(4), clients_per_round=4, min_answers=4))
 
 
 def test_a_mistake_in_a_method_is_shown_as_it_happened() -> None:

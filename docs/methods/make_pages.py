@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from redgrape import methods, payload
+from redgrape.aggregation import Averaging
 from redgrape.local import LocalTraining
 from redgrape.method import Method
 
@@ -49,7 +50,7 @@ def use(name: str, method: type[Method]) -> str:
 
 
 def hyper_parameters(name: str, method: type[Method]) -> str:
-    shared = LocalTraining.model_fields
+    shared = {**LocalTraining.model_fields, **Averaging.model_fields}
     own = {
         key: field
         for key, field in method.model_fields.items()
@@ -60,7 +61,10 @@ def hyper_parameters(name: str, method: type[Method]) -> str:
         lines += ["| name | default | meaning |", "|---|---|---|"]
         lines += [f"| `{key}` | {shown(field.default)} | {field.description} |" for key, field in own.items()]
         lines += [""]
-    lines += [f"Those of local training (`lr`, `epochs`, ...) are listed by `redgrape methods {name}`."]
+    lines += [
+        "Those of local training (`lr`, `epochs`, ...) and of the average (`aggregation`, see",
+        f"[robust.md](../robust.md)) are listed by `redgrape methods {name}`.",
+    ]
     for preset, values in method.presets.items():
         settings = ", ".join(f"`{key}={shown(value)}`" for key, value in values.items())
         lines += ["", f"Preset `{preset}`: {settings or 'the defaults'}."]

@@ -41,10 +41,15 @@ class LocalTraining(BaseModel):
     def learning_rate(self, site: Site) -> float:
         return self.lr * decay(self.lr_schedule, site.round, site.rounds, self.lr_final)
 
-    def load_for_training(self, model: Tensors, site: ClientSite) -> Net:
+    def trainable(self, model: Tensors, site: Site) -> Net:
+        """A net with these weights, of which the parts that are trained want gradients."""
         net = site.load(model)
         if self.freeze_encoder:
             net.encoder.requires_grad_(False).eval()
+        return net
+
+    def load_for_training(self, model: Tensors, site: ClientSite) -> Net:
+        net = self.trainable(model, site)
         if len(site.data) == 1:  # BatchNorm has no statistics of a single example
             for layer in batchnorms(net):
                 layer.eval()

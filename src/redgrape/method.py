@@ -16,7 +16,8 @@ import torch
 from pydantic import ConfigDict, ValidationError
 from torch import Tensor
 
-from redgrape import keys, methods
+from redgrape import acceptance, keys, methods
+from redgrape.acceptance import Declared
 from redgrape.data.examples import Examples, place
 from redgrape.errors import ConfigError, DataError, unknown
 from redgrape.local import LocalTraining
@@ -155,6 +156,34 @@ class Method(LocalTraining, ABC):
     @abstractmethod
     def client_update(self, broadcast: Tree, state: Tree, site: ClientSite) -> tuple[Tree, Tree]:
         """One client's round: its update and its new state, which counts once the update has been accepted."""
+
+    def update_like(self, server: Tree, site: ServerSite) -> Tree:
+        """What an update looks like: a tensor of the same shape and dtype under every name (its numbers mean nothing),
+        or `acceptance.Rows`. A class that writes a `client_update` of its own and none of this may send more."""
+        return {}
+
+    def check_update(self, update: Tree, like: Tree, declared: Declared | None, site: ServerSite) -> None:
+        """Raise `acceptance.UpdateRejected` where a client's update must not count. `like`: this round's `update_like`;
+        `declared`: what the client said of itself when it joined, where that is known."""
+        acceptance.check(update, like, declared, site.num_classes, exact=self._describes_updates())
+
+    def _describes_updates(self) -> bool:
+        """Whether `update_like` was written for this `client_update`, and not for one that it inherits from."""
+        first = next(c for c in type(self).__mro__ if {"update_like", "client_update"} & vars(c).keys())
+        return "update_like" in vars(first) and first is not Method
+
+    def fewest_answers(self) -> int:
+        """How many answers a round needs; below it the run stops."""
+        return 1
+
+    def check_clients(self, clients: int) -> None:
+        """Raise ConfigError where a round of so many clients cannot be enough."""
+        if clients < self.fewest_answers():
+            raise ConfigError(f"this method needs {self.fewest_answers()} clients a round, and there are {clients}")
+
+    def counted(self, updates: Mapping[ClientId, Tree]) -> Mapping[ClientId, Tree]:
+        """The updates that `server_update` gets, of those that were accepted: some may be left out, or shortened."""
+        return updates
 
     @abstractmethod
     def server_update(self, server: Tree, updates: Mapping[ClientId, Tree], site: ServerSite) -> Tree:

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from redgrape import keys, nets, tree
 from redgrape.data.examples import Examples
 from redgrape.data.federation import Federation
-from redgrape.engines import Answer, ClientHalf, Engine, Task
+from redgrape.engines import Answer, ClientHalf, Engine, Lost, Task
 from redgrape.engines.in_process import InProcess
 from redgrape.engines.pool import Pool
 from redgrape.method import ClientId, Method, ServerSite
@@ -233,6 +233,16 @@ def any_clients_may_be_missing(method: Method) -> None:
 
 
 @_clause
+def bad_updates_are_left_out(method: Method) -> None:
+    """An update that is not what it must be changes nothing: the round is that of the other clients."""
+    case = _Case(rounds=2)
+    without = _run(method, case, functools.partial(_Dropping, keep=[0, 2]))
+    for what, spoil in _SPOILERS.items():
+        found = _run(method, case, functools.partial(_Spoiling, spoil=spoil))
+        _must_equal(without, found, f"a run in which one client's update {what}")
+
+
+@_clause
 def resumed_run_equals_straight_run(method: Method) -> None:
     """A run continued from the stored state of any round, by a new instance, goes on as if nothing had happened."""
     straight = _run(method)
@@ -347,7 +357,7 @@ class _Reversed(InProcess):
 
     def run_clients(
         self, broadcast: Tree, tasks: Mapping[ClientId, Task], round: int
-    ) -> Iterator[tuple[ClientId, Answer]]:
+    ) -> Iterator[tuple[ClientId, Answer | Lost]]:
         for k in reversed(list(tasks)):
             yield from super().run_clients(broadcast, {k: tasks[k]}, round)
 
@@ -361,9 +371,44 @@ class _Dropping(InProcess):
 
     def run_clients(
         self, broadcast: Tree, tasks: Mapping[ClientId, Task], round: int
-    ) -> Iterator[tuple[ClientId, Answer]]:
+    ) -> Iterator[tuple[ClientId, Answer | Lost]]:
         answers = list(super().run_clients(broadcast, tasks, round))
         return (answers[i] for i in self._keep)
+
+
+class _Spoiling(InProcess):
+    """Spoils the answer at the second place."""
+
+    def __init__(self, half: ClientHalf, spoil: Callable[[Tensors], Any]) -> None:
+        super().__init__(half)
+        self._spoil = spoil
+
+    def run_clients(
+        self, broadcast: Tree, tasks: Mapping[ClientId, Task], round: int
+    ) -> Iterator[tuple[ClientId, Answer | Lost]]:
+        for place, (k, answer) in enumerate(super().run_clients(broadcast, tasks, round)):
+            if place == 1 and isinstance(answer, Answer):
+                yield k, answer._replace(update=self._spoil(tree.flatten(answer.update)))
+            else:
+                yield k, answer
+
+
+def _with_number(number: float) -> Callable[[Tensors], Tree]:
+    def spoil(flat: Tensors) -> Tree:
+        name, t = next((name, t) for name, t in flat.items() if t.is_floating_point() and t.numel())
+        spoilt = t.clone()
+        spoilt.view(-1)[-1] = number
+        return tree.unflatten({**flat, name: spoilt})
+
+    return spoil
+
+
+_SPOILERS: dict[str, Callable[[Tensors], Any]] = {
+    "holds NaN": _with_number(float("nan")),
+    "holds infinity": _with_number(float("-inf")),
+    "is empty": lambda flat: {},
+    "holds a Python number": lambda flat: {**tree.unflatten(flat), "number": 1.5},
+}
 
 
 def _memory(t: Tensor) -> int:
@@ -422,7 +467,7 @@ def _exchange(method: Method, case: _Case | None = None) -> Iterator[_Passed]:
         for k in sample_clients(case.eligible, case.clients_per_round, SEED, t):
             message = method.message(server, method.request(half.site(k, t)), replace(site, round=t))
             yield _Passed("message", f"client {k}'s message of round {t}", message)
-            updates[k], states[k] = half.run(k, broadcast, Task(states.get(k), message), t)
+            updates[k], states[k], _ = half.run(k, broadcast, Task(states.get(k), message), t)
             yield _Passed("update", f"client {k}'s update of round {t}", updates[k])
             yield _Passed("state", f"client {k}'s state after round {t}", states[k])
         with same_bits_everywhere():

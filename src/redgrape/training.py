@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import time
 from abc import abstractmethod
@@ -16,8 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from redgrape import engines, keys, tree
+from redgrape.acceptance import Declared, NotFinite, UpdateRejected, first_not_finite
 from redgrape.data.federation import Federation
-from redgrape.engines import ClientHalf, Engine, Task
+from redgrape.engines import Answer, ClientHalf, Engine, Lost, Task
 from redgrape.errors import ConfigError, DataError, Diverged, TooFewClients
 from redgrape.features import batchnorms
 from redgrape.method import ClientId, Method, ServerSite
@@ -75,11 +75,15 @@ def rounds(
     start: RunState | None = None,
     states: ClientStates | None = None,
     spill: Path | None = None,
+    declared: Callable[[ClientId], Declared] | None = None,
+    min_answers: int = 1,
 ) -> Iterator[RunState]:
     """The states after round 1, 2, ... `site.rounds`: from `model` (else from `site.build`), or from `start` on.
 
     `states`: where the clients' states are kept, none as yet (None: in memory). `spill`: a folder for answers that wait
     for a round to end and are more than memory should hold; a round's updates are gone when the next one begins.
+    `declared`: what a client said of itself when it joined (None: not known), to which its updates are held.
+    `min_answers`: with fewer answers that count, a round is not made and the run stops.
     """
     state = start if start is not None else _first_state(method, engine, site, eligible, model, states)
     with closing(Shelf(spill)) as shelf:
@@ -87,45 +91,119 @@ def rounds(
             shelf.clear()
             sampled = sample_clients(eligible, clients_per_round, site.seed, t)
             with same_bits_everywhere():
-                state = _round(method, engine, replace(site, round=t), state, sampled, shelf)
+                state = _round(method, engine, replace(site, round=t), state, sampled, shelf, declared, min_answers)
             yield state
 
 
 def _round(
-    method: Method, engine: Engine, site: ServerSite, state: RunState, sampled: Sequence[ClientId], shelf: Shelf
+    method: Method,
+    engine: Engine,
+    site: ServerSite,
+    state: RunState,
+    sampled: Sequence[ClientId],
+    shelf: Shelf,
+    declared: Callable[[ClientId], Declared] | None,
+    min_answers: int,
 ) -> RunState:
     broadcast = tree.ordered(method.broadcast(state.server))
     tasks = _Tasks(method, engine, state, sampled, site)
-    updates: dict[ClientId, Tree] = {}
-    states: dict[ClientId, Tree] = {}
-    rejected: dict[ClientId, str] = {}
+    like = method.update_like(state.server, site)
+
+    def check(client: ClientId, update: Tree) -> None:
+        method.check_update(update, like, None if declared is None else declared(client), site)
+
+    answers = _Answers(sampled, site.round, check, shelf)
     for k, answer in engine.run_clients(broadcast, tasks, site.round):
-        if reason := _not_finite(answer.update):
-            rejected[k] = reason
-        else:
-            updates[k] = shelf.put(answer.update)
-            if answer.state:  # a client without state (most methods) is not remembered
-                states[k] = shelf.put(answer.state)
-    updates, rejected = dict(sorted(updates.items())), dict(sorted(rejected.items()))
-    advice = "lower the learning rate or clip the gradient"
-    if not updates and not rejected:
-        raise TooFewClients(f"no client answered in round {site.round}")
-    if not updates:
-        raise Diverged(f"DIVERGED in round {site.round}: {_first_reason(rejected)}; {advice}")
-    server = tree.owned(method.server_update(state.server, updates, site))
-    if where := _not_finite(server):
-        raise Diverged(f"DIVERGED in round {site.round}: server {where}; {advice}")
+        answers.take(k, answer)
+    updates = answers.updates()
+    answers.must_be(max(min_answers, method.fewest_answers()))
+    counted = method.counted(updates)
+    server = tree.owned(method.server_update(state.server, counted, site))
+    if name := first_not_finite(tree.flatten(server)):
+        raise Diverged(f"DIVERGED in round {site.round}: server tensor '{name}' is not finite; {_ADVICE}")
+    states = {k: new for k, new in answers.states.items() if k in counted}
     record = {
         "round": site.round,
         "clients": list(sampled),
         "answered": list(updates),
-        "rejected": {str(k): reason for k, reason in rejected.items()},
+        "rejected": {str(k): str(reason) for k, reason in answers.rejected.items()},
+        "lost": {str(k): reason for k, reason in answers.lost.items()},
+        **({"left_out": [k for k in updates if k not in counted]} if len(counted) < len(updates) else {}),
         "train_loss": _mean_loss(updates),
         "bytes_down": len(sampled) * tree.num_bytes(broadcast) + sum(tasks.message_bytes.values()),
         "bytes_up": sum(tree.num_bytes(update) for update in updates.values()),
-        **{name: value.tolist() for name, value in method.log(server, updates).items()},
+        **{name: value.tolist() for name, value in method.log(server, counted).items()},
     }
     return RunState(site.round, server, state.clients.updated(states) if states else state.clients, record)
+
+
+_ADVICE = "lower the learning rate or clip the gradient"
+
+
+class _Answers:
+    """A round's answers as they come in: which count, which do not, and why. What counts does not depend on the order
+    in which they come."""
+
+    def __init__(
+        self, asked: Sequence[ClientId], round: int, check: Callable[[ClientId, Tree], None], shelf: Shelf
+    ) -> None:
+        self._asked, self._round, self._check, self._shelf = frozenset(asked), round, check, shelf
+        self._updates: dict[ClientId, Tree] = {}
+        self._refused: dict[ClientId, UpdateRejected] = {}
+        self._unasked: dict[ClientId, UpdateRejected] = {}  # strangers, and answers to another round's question
+        self._lost: dict[ClientId, str] = {}
+        self.states: dict[ClientId, Tree] = {}  # count where the client's update does
+
+    def take(self, client: ClientId, answer: Answer | Lost) -> None:
+        if isinstance(answer, Lost):
+            self._lost[client] = answer.reason
+        elif client not in self._asked:
+            self._unasked[client] = UpdateRejected("this client was not asked")
+        elif answer.round != self._round:
+            self._unasked[client] = UpdateRejected(f"the answer is for round {answer.round}")
+        elif client in self._updates or client in self._refused:
+            self._refuse(client, UpdateRejected("the client answered twice"))
+        else:
+            try:
+                self._check(client, answer.update)
+            except UpdateRejected as reason:
+                self._refuse(client, reason)
+            else:
+                self._updates[client] = self._shelf.put(answer.update)
+                if answer.state:  # a client without state (most methods) is not remembered
+                    self.states[client] = self._shelf.put(answer.state)
+
+    def _refuse(self, client: ClientId, reason: UpdateRejected) -> None:
+        self._updates.pop(client, None)
+        self._refused[client] = reason
+
+    def updates(self) -> dict[ClientId, Tree]:
+        return dict(sorted(self._updates.items()))
+
+    @property
+    def rejected(self) -> dict[ClientId, UpdateRejected]:
+        late = {k: reason for k, reason in self._unasked.items() if k not in self._updates}
+        return dict(sorted((late | self._refused).items()))
+
+    @property
+    def lost(self) -> dict[ClientId, str]:
+        return dict(sorted(self._lost.items()))
+
+    def must_be(self, fewest: int) -> None:
+        """Raise where fewer answers than these count: Diverged where the others are not finite, else TooFewClients."""
+        if len(self._updates) >= fewest:
+            return
+        for k, reason in self.rejected.items():
+            if isinstance(reason, NotFinite):
+                raise Diverged(f"DIVERGED in round {self._round}: client {k}: {reason}; {_ADVICE}")
+        if not self.rejected and not self._lost and not self._updates:
+            raise TooFewClients(f"no client answered in round {self._round}")
+        why = {**self._lost, **self.rejected}
+        first = f"; client {min(why)}: {why[min(why)]}" if why else ""
+        raise TooFewClients(
+            f"{len(self._updates)} of {len(self._asked)} clients gave an answer that counts in round {self._round}, "
+            f"and {fewest} are needed{first}"
+        )
 
 
 class _Tasks(Mapping[ClientId, Task]):
@@ -184,20 +262,6 @@ def sample_clients(eligible: Sequence[ClientId], count: int, seed: int, round: i
     return sorted(eligible[i] for i in chosen.tolist())
 
 
-def _not_finite(update: Tree) -> str | None:
-    """`tensor 'delta/encoder.0.weight' is not finite`, or None."""
-    for name, t in tree.flatten(update).items():
-        # The sum is finite in nearly every case, and far cheaper than a look at each number.
-        if t.is_floating_point() and not math.isfinite(t.sum()) and not torch.isfinite(t).all():
-            return f"tensor '{name}' is not finite"
-    return None
-
-
-def _first_reason(rejected: Mapping[ClientId, str]) -> str:
-    client, reason = next(iter(rejected.items()))
-    return f"client {client}: {reason}"
-
-
 def _mean_loss(updates: Mapping[ClientId, Tree]) -> float | None:
     """The clients' training losses, weighted by their examples, where the method reports them."""
     pairs = [(float(u["loss"]), float(u["count"])) for u in updates.values() if "loss" in u and "count" in u]
@@ -234,6 +298,8 @@ class Training:
         device: str = "cpu",
         evaluate_every: int = 1,
         stack: int = 1,
+        min_answers: int = 1,
+        deadline: float | None = None,
     ) -> None:
         if not isinstance(rounds, int) or rounds < 1:
             raise ConfigError(f"rounds is {rounds!r}; it must be a whole number of at least 1")
@@ -243,6 +309,11 @@ class Training:
             raise ConfigError(
                 f"clients_per_round is {clients_per_round}; choose 1 to {federation.num_clients}, or none for all"
             )
+        asked = clients_per_round or federation.num_clients
+        if not 1 <= min_answers <= asked:
+            raise ConfigError(f"min_answers is {min_answers}; choose 1 to {asked}, the clients of a round")
+        if deadline is not None and not deadline > 0:
+            raise ConfigError(f"deadline is {deadline}; it counts seconds and must be above 0")
         if evaluate_every < 1:
             raise ConfigError(f"evaluate_every is {evaluate_every}; it counts rounds and must be at least 1")
         if workers < 1:
@@ -270,12 +341,15 @@ class Training:
         self.method = method
         self.build = build
         self.evaluate_every = evaluate_every
+        self.min_answers = min_answers
         self.eligible = [k for k in range(federation.num_clients) if federation.size(k) > 0]
         self.clients_per_round = clients_per_round or federation.num_clients
+        method.check_clients(min(self.clients_per_round, len(self.eligible)))
         self.site = ServerSite(
             build, federation.num_clients, federation.num_classes, seed, 0, rounds, place, federation.auxiliary
         )
-        self.engine = engines.create(ClientHalf(method, federation, build, seed, rounds, place, stack), workers)
+        half = ClientHalf(method, federation, build, seed, rounds, place, stack)
+        self.engine = engines.create(half, workers, deadline)
 
     def steps(
         self,
@@ -297,6 +371,8 @@ class Training:
             start=start,
             states=states,
             spill=spill,
+            declared=self._declared,
+            min_answers=self.min_answers,
         ):
             trained = time.perf_counter()
             record = dict(state.record)
@@ -308,6 +384,10 @@ class Training:
             after = time.perf_counter()
             yield Step(state, record, {"train": trained - before, "evaluate": after - trained})
             before = time.perf_counter()
+
+    def _declared(self, client: ClientId) -> Declared:
+        counts = torch.from_numpy(self.federation.client_counts[client])
+        return Declared(int(counts.sum()), counts)
 
     def _is_evaluated(self, round: int) -> bool:
         """Every evaluate_every rounds, and each of the last ten, whose mean is what a run reports."""
@@ -348,11 +428,15 @@ def train(
     device: str = "cpu",
     evaluate_every: int = 1,
     stack: int = 1,
+    min_answers: int = 1,
+    deadline: float | None = None,
 ) -> Result:
     """Train a method on a federation from the weights that `build` gives, and evaluate as it goes.
 
     `build` returns a fresh Net at every call. With one worker it may be any callable; with more it must be importable,
-    because it is sent to other processes. `stack`: train so many clients of equal size as one, where the method and the
+    because it is sent to other processes. `min_answers`: the run stops where fewer answers count in a round.
+    `deadline`: seconds after which a worker that has not answered is taken for hung; with one worker there is none.
+    `stack`: train so many clients of equal size as one, where the method and the
     net allow it; fast for small nets, with results that agree to rounding instead of in bits.
     """
     history = []
@@ -367,6 +451,8 @@ def train(
         device=device,
         evaluate_every=evaluate_every,
         stack=stack,
+        min_answers=min_answers,
+        deadline=deadline,
     ) as training:
         for step in training.steps():
             history.append(step.record)

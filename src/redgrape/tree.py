@@ -65,6 +65,8 @@ def unflatten(flat: Mapping[str, Tensor]) -> dict[str, Any]:
         node = tree
         for group in groups:
             node = node.setdefault(group, {})
+            if not isinstance(node, dict):
+                raise ValueError(f"'{path}' lies in '{group}', which is a tensor")
         node[name] = tensor
     return tree
 

@@ -32,10 +32,18 @@ class Task(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """What one client's round gives: its update for the server, and its new state, which stays with the client."""
+    """What one client's round gives: its update for the server, and its new state, which stays with the client; and
+    which round that was, so that an answer that comes late is not taken for another's."""
 
     update: Tree
     state: Tree
+    round: int
+
+
+class Lost(NamedTuple):
+    """A client that gave no answer, and why."""
+
+    reason: str
 
 
 class Engine(Protocol):
@@ -43,9 +51,10 @@ class Engine(Protocol):
 
     def run_clients(
         self, broadcast: Tree, tasks: Mapping[ClientId, Task], round: int
-    ) -> Iterator[tuple[ClientId, Answer]]:
+    ) -> Iterator[tuple[ClientId, Answer | Lost]]:
         """One round of the clients that `tasks` names: their answers as they arrive, in any order. May answer for fewer
-        than were asked. A task is made when it is looked up, so that not all of them are in memory at once."""
+        than were asked, and say why. Nothing is checked here. A task is made when it is looked up, so that not all of
+        them are in memory at once."""
         ...
 
     def requests(self, clients: Sequence[ClientId], round: int) -> Iterator[tuple[ClientId, Tree]]:
@@ -98,7 +107,7 @@ class ClientHalf:
         received = {**broadcast, **task.message}
         with same_bits_everywhere(), keys.global_stream(keys.key(self.seed, "global", round, client)):
             before = self.method.init_client(received) if task.state is None else task.state
-            return Answer(*self.method.client_update(received, before, site))
+            return Answer(*self.method.client_update(received, before, site), round)
 
     def groups(self, clients: Iterable[ClientId]) -> list[list[ClientId]]:
         """The clients that are run together, the largest first: one by one, or stacks of equal size."""
@@ -119,7 +128,7 @@ class ClientHalf:
         with same_bits_everywhere():
             states = [self.method.init_client(broadcast) if task.state is None else task.state for task in tasks]
             answers = stacked.run(self.method, broadcast, states, [self.site(k, round) for k in clients])
-        return [Answer(*answer) for answer in answers]
+        return [Answer(*answer, round) for answer in answers]
 
     def requests(self, clients: Sequence[ClientId], round: int) -> Iterator[tuple[ClientId, Tree]]:
         for client in clients:
@@ -154,9 +163,9 @@ class ClientHalf:
             return [evaluate.batch_scores(net, examples, start, self.device) for start in starts]
 
 
-def create(half: ClientHalf, workers: int) -> Engine:
-    """Worker processes where there are several, else this process."""
+def create(half: ClientHalf, workers: int, deadline: float | None = None) -> Engine:
+    """Worker processes where there are several, else this process, which knows no deadline."""
     from redgrape.engines.in_process import InProcess
     from redgrape.engines.pool import Pool
 
-    return InProcess(half) if workers == 1 else Pool(half, workers)
+    return InProcess(half) if workers == 1 else Pool(half, workers, deadline)

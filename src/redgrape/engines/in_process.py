@@ -7,7 +7,7 @@ from types import TracebackType
 from typing import Self
 
 from redgrape import evaluate, tree
-from redgrape.engines import Answer, ClientHalf, Split, Task
+from redgrape.engines import Answer, ClientHalf, Lost, Split, Task
 from redgrape.evaluate import Scores
 from redgrape.method import ClientId
 from redgrape.tree import Tensors, Tree
@@ -19,11 +19,11 @@ class InProcess:
 
     def run_clients(
         self, broadcast: Tree, tasks: Mapping[ClientId, Task], round: int
-    ) -> Iterator[tuple[ClientId, Answer]]:
+    ) -> Iterator[tuple[ClientId, Answer | Lost]]:
         for clients in sorted(self._half.groups(tasks)):
             answers = self._half.run_group(clients, broadcast, [tasks[k] for k in clients], round)
-            for k, (update, state) in zip(clients, answers, strict=True):
-                yield k, Answer(tree.ordered(update), tree.ordered(state))
+            for k, answer in zip(clients, answers, strict=True):
+                yield k, Answer(tree.ordered(answer.update), tree.ordered(answer.state), answer.round)
 
     def requests(self, clients: Sequence[ClientId], round: int) -> Iterator[tuple[ClientId, Tree]]:
         return self._half.requests(clients, round)

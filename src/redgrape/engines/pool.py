@@ -3,33 +3,39 @@
 Whole clients go to whichever worker is free, the longest first. What crosses is named tensors, in memory that the
 coordinator shares with each worker: the broadcast once to each worker and round, a client's state to the worker that
 runs it, its answer back. A worker that dies or misses its deadline is replaced and its client run again; the same keys
-give the same bits.
+give the same bits. A client that costs three workers is given up for the round.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import math
 import multiprocessing
+import os
 import pickle
 import select
+import shutil
 import signal
 import sys
+import threading
 import time
 import traceback
 import types
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import Any, NamedTuple, Self
 
 import torch
 
 from redgrape import evaluate
-from redgrape.engines import Answer, ClientHalf, Split, Task
+from redgrape.engines import Answer, ClientHalf, Lost, Split, Task
 from redgrape.engines.shared_memory import Mailbox, SharedFederation
 from redgrape.errors import ConfigError, RedgrapeError
 from redgrape.evaluate import Scores
@@ -38,7 +44,7 @@ from redgrape.nets.net import Net
 from redgrape.tree import Tensors, Tree
 
 START_DEADLINE = 120.0  # seconds
-ATTEMPTS = 3  # how often one task may take its worker down before the run stops
+ATTEMPTS = 3  # how often one task may take its worker down before it is given up
 AHEAD = 8  # tasks at most that a worker has beside the one it is at
 OUTBOXES = 512 << 20  # bytes of answers that lie in the memory shared with all workers until a round ends
 
@@ -77,7 +83,7 @@ class Pool:
 
     def run_clients(
         self, broadcast: Tree, tasks: Mapping[ClientId, Task], round: int
-    ) -> Iterator[tuple[ClientId, Answer]]:
+    ) -> Iterator[tuple[ClientId, Answer | Lost]]:
         groups = {clients[0]: clients for clients in self._half.groups(tasks)}
 
         def job(first: ClientId) -> _Job:
@@ -88,8 +94,11 @@ class Pool:
 
         for first, answers in self._run("client", list(groups), job, broadcast):
             for k in groups[first]:
-                answer = answers.get(str(k), {})
-                yield k, Answer(answer.get("update", {}), answer.get("state", {}))
+                if isinstance(answers, Lost):
+                    yield k, answers
+                else:
+                    answer = answers[str(k)]
+                    yield k, Answer(answer.get("update", {}), answer.get("state", {}), int(answer["round"]))
 
     def requests(self, clients: Sequence[ClientId], round: int) -> Iterator[tuple[ClientId, Tree]]:
         return self._half.requests(clients, round)
@@ -101,12 +110,16 @@ class Pool:
         starts = evaluate.batch_starts(self._half.examples(split))
         share = -(-len(starts) // len(self._workers))  # batches a worker, rounded up
         tasks = range(0, len(starts), share)
-        parts = dict(self._run("score", tasks, lambda i: _Job((split, starts[i : i + share])), model))
+        parts: dict[int, Tree] = {}
+        for i, part in self._run("score", tasks, lambda i: _Job((split, starts[i : i + share])), model):
+            if isinstance(part, Lost):
+                raise RedgrapeError(f"evaluation took its worker down {ATTEMPTS} times ({part.reason})")
+            parts[i] = part
         return evaluate.combine([score for _, part in sorted(parts.items()) for score in _rows(part)])
 
     def _run(
         self, kind: str, tasks: Sequence[int], job: Callable[[int], _Job], payload: Tree
-    ) -> Iterator[tuple[int, Tree]]:
+    ) -> Iterator[tuple[int, Tree | Lost]]:
         """The job of every task to a free worker; the answers as they come. `payload` goes once to each worker."""
         try:
             yield from self._run_all(kind, tasks, job, payload)
@@ -118,10 +131,10 @@ class Pool:
 
     def _run_all(
         self, kind: str, tasks: Sequence[int], job: Callable[[int], _Job], payload: Tree
-    ) -> Iterator[tuple[int, Tree]]:
+    ) -> Iterator[tuple[int, Tree | Lost]]:
         waiting, failures, missing = deque(tasks), dict.fromkeys(tasks, 0), len(tasks)
         fresh = set(self._workers)  # have not got the payload yet
-        arrived: list[tuple[int, Tree]] = []
+        arrived: list[tuple[int, Tree | Lost]] = []
         while missing:
             for i in range(len(self._workers)):
                 # Several at once while there are many, so that a worker goes on when this process is busy; at the end
@@ -151,9 +164,7 @@ class Pool:
                     task = worker.tasks[0]  # the one it was at; the others had not begun
                     failures[task] += 1
                     if failures[task] == ATTEMPTS:
-                        raise RedgrapeError(
-                            f"{kind} {task} took its worker down {ATTEMPTS} times ({value}); the run stops here"
-                        )
+                        arrived.append((worker.tasks.popleft(), Lost(value)))
                     waiting.extendleft(reversed(worker.tasks))
                     fresh.add(self._replace(self._workers.index(worker)))
 
@@ -332,6 +343,7 @@ def _serve(
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the coordinator's business
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: do not outlive the parent
+    threading.Thread(target=_end_with_coordinator, daemon=True).start()
     torch.set_num_threads(1)
     half = ClientHalf(method, shared.federation(), build, seed, rounds, device, stack)
     connection.send(("ready", None))
@@ -355,7 +367,8 @@ def _serve(
                 ]
                 answers = half.run_group(clients, payload, tasks, round)
                 answer: Tree = {
-                    str(k): {"update": a.update, "state": a.state} for k, a in zip(clients, answers, strict=True)
+                    str(k): {"update": a.update, "state": a.state, "round": torch.tensor(a.round)}
+                    for k, a in zip(clients, answers, strict=True)
                 }
             else:
                 split, starts = details
@@ -366,6 +379,25 @@ def _serve(
             connection.send(("refused", error))
         except Exception:
             connection.send(("error", traceback.format_exc()))
+
+
+def _end_with_coordinator() -> None:
+    """A client may take minutes, and nobody wants its answer when the coordinator is gone."""
+    coordinator = multiprocessing.parent_process()
+    assert coordinator is not None
+    coordinator.join()
+    os._exit(1)
+
+
+@atexit.register
+def _remove_socket() -> None:
+    """The server process listens at a socket in a temporary folder of the coordinator, which cannot remove it when it
+    is killed. The server ends after it and does. This module is loaded by both."""
+    server: Any = forkserver._forkserver
+    address = getattr(server, "_forkserver_address", None)
+    is_server = getattr(server, "_forkserver_pid", None) is None
+    if is_server and isinstance(address, str) and (folder := Path(address).parent).name.startswith("pymp-"):
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _rows(scores: Tree) -> Iterator[tuple[torch.Tensor, float]]:

@@ -23,7 +23,8 @@ from pydantic import Field
 from torch import Tensor
 
 from redgrape import tree
-from redgrape.aggregation import mean_buffers, mean_delta, sample_weights
+from redgrape.acceptance import Declared, UpdateRejected
+from redgrape.aggregation import sample_weights
 from redgrape.method import ClientId, ClientSite, ServerSite
 from redgrape.methods.fedavg import FedAvg
 from redgrape.tree import Tensors, Tree
@@ -69,16 +70,26 @@ class Climb(FedAvg):
             total += F.cross_entropy(z.double(), site.data.labels[rows], reduction="sum")
         return total / len(site.data)
 
+    def update_like(self, server: Tree, site: ServerSite) -> Tree:
+        return {**super().update_like(server, site), "received_loss": torch.zeros((), dtype=torch.float64)}
+
+    def check_update(self, update: Tree, like: Tree, declared: Declared | None, site: ServerSite) -> None:
+        super().check_update(update, like, declared, site)
+        if float(update["received_loss"]) < 0:
+            raise UpdateRejected(
+                f"'received_loss' is {float(update['received_loss'])}; a cross-entropy is not negative"
+            )
+
     def server_update(self, server: Tree, updates: Mapping[ClientId, Tree], site: ServerSite) -> Tree:
         answers = list(updates.values())
         clients = torch.tensor(list(updates))
         counts = sample_weights(answers)
         weights = client_weights(server["dual"], clients, counts)
-        moved = tree.add(server["model"], mean_delta(answers, weights), self.server_lr)
+        moved = tree.add(server["model"], self.mean_delta(answers, weights), self.server_lr)
         f = torch.stack([u["received_loss"] for u in answers])
         dual = server["dual"].clone()
         dual[clients] = (dual[clients] + self.dual_lr * (f - f.mean() - self.eps)).clamp(0, _LARGEST_DUAL)
-        return {"model": {**moved, **mean_buffers(answers, counts)}, "dual": dual}
+        return {"model": {**moved, **self.mean_buffers(answers, counts)}, "dual": dual}
 
     def log(self, server: Tree, updates: Mapping[ClientId, Tree]) -> Mapping[str, Tensor]:
         return {"dual": server["dual"]}

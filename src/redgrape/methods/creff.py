@@ -22,9 +22,10 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from redgrape.acceptance import class_rows
 from redgrape.class_prior import class_counts
 from redgrape.class_sampling import at_most
-from redgrape.classifier_gradients import class_mean_gradients, mean_over_holders
+from redgrape.classifier_gradients import class_mean_gradients
 from redgrape.errors import ConfigError
 from redgrape.features import features as encode
 from redgrape.gradient_matching import Distance, match
@@ -120,10 +121,13 @@ class Creff(FedAvg):
         mean = {name: torch.stack([m[name] for m in means]).mean(dim=0).cpu() for name in means[0]}
         return {"classes": classes, **mean}
 
+    def update_like(self, server: Tree, site: ServerSite) -> Tree:
+        return {**super().update_like(server, site), "class_gradients": class_rows(server["psi"])}
+
     def server_update(self, server: Tree, updates: Mapping[ClientId, Tree], site: ServerSite) -> Tree:
         averaged = self.averaged_model(self.broadcast(server)["model"], updates)
         psi: Tensors = server["psi"]
-        means, held = mean_over_holders([u["class_gradients"] for u in updates.values()], psi)
+        means, held = self.mean_over_holders([u["class_gradients"] for u in updates.values()], psi)
         classes = held.nonzero().flatten()
         target = {name: g[classes] for name, g in means.items()}
         features = server["features"].clone()

@@ -20,12 +20,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from redgrape import tree
-from redgrape.aggregation import client_report, mean_buffers, mean_delta, sample_weights
+from redgrape.aggregation import Averaging, client_report, sample_weights
 from redgrape.method import ClientId, ClientSite, Method, ServerSite
 from redgrape.tree import Tensors, Tree
 
 
-class FedAvg(Method):
+class FedAvg(Averaging, Method):
     """Federated averaging of models trained with the cross-entropy loss."""
 
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
@@ -56,6 +56,10 @@ class FedAvg(Method):
         mean_loss = total / (self.epochs * len(site.data))
         return client_report(net, broadcast["model"], len(site.data), mean_loss), state
 
+    def update_like(self, server: Tree, site: ServerSite) -> Tree:
+        net = self.trainable(server["model"], site)
+        return client_report(net, server["model"], 0, torch.zeros((), dtype=net.classifier.weight.dtype))
+
     def criterion(self, broadcast: Tree, site: ClientSite) -> Callable[[Tensor, Tensor], Tensor]:
         """The loss of a batch's logits and labels; methods that only change the loss change this."""
         return F.cross_entropy
@@ -67,5 +71,5 @@ class FedAvg(Method):
         """theta + eta_s sum_k n_k / (sum_i n_i) delta_k; buffers are averaged plainly."""
         answers = list(updates.values())
         weights = sample_weights(answers)
-        moved = tree.add(model, mean_delta(answers, weights), self.server_lr)
-        return {**moved, **mean_buffers(answers, weights)}
+        moved = tree.add(model, self.mean_delta(answers, weights), self.server_lr)
+        return {**moved, **self.mean_buffers(answers, weights)}

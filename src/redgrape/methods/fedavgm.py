@@ -15,7 +15,7 @@ from typing import ClassVar
 from pydantic import Field
 
 from redgrape import tree
-from redgrape.aggregation import mean_buffers, mean_delta, sample_weights, zeros_like_parameters
+from redgrape.aggregation import sample_weights, zeros_like_parameters
 from redgrape.method import ClientId, ServerSite
 from redgrape.methods.fedavg import FedAvg
 from redgrape.tree import Tensors, Tree
@@ -38,7 +38,7 @@ class FedAvgM(FedAvg):
     def server_update(self, server: Tree, updates: Mapping[ClientId, Tree], site: ServerSite) -> Tree:
         answers = list(updates.values())
         weights = sample_weights(answers)
-        delta = mean_delta(answers, weights)
+        delta = self.mean_delta(answers, weights)
         velocity = {name: self.beta * v + delta[name] if name in delta else v for name, v in server["velocity"].items()}
         moved = tree.add(server["model"], {name: velocity[name] for name in delta}, self.server_lr)
-        return {"model": {**moved, **mean_buffers(answers, weights)}, "velocity": velocity}
+        return {"model": {**moved, **self.mean_buffers(answers, weights)}, "velocity": velocity}

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from pydantic import Field
 
 from redgrape import tree
-from redgrape.aggregation import client_report, mean_buffers, mean_delta, sample_weights, zeros_like_parameters
+from redgrape.aggregation import client_report, sample_weights, zeros_like_parameters
 from redgrape.method import ClientId, ClientSite, ServerSite
 from redgrape.methods.fedavg import FedAvg
 from redgrape.tree import Tensors, Tree
@@ -64,9 +64,12 @@ class FedDyn(FedAvg):
         update = client_report(net, broadcast["model"], len(site.data), total / (self.epochs * len(site.data)))
         return update, {"g": tree.add(g, update["delta"], -self.a)}
 
+    def update_like(self, server: Tree, site: ServerSite) -> Tree:
+        return super().update_like(server, site)  # the clients send what FedAvg's do, and no more
+
     def server_update(self, server: Tree, updates: Mapping[ClientId, Tree], site: ServerSite) -> Tree:
         answers = list(updates.values())
-        mean = mean_delta(answers, [1.0] * len(answers))
+        mean = self.mean_delta(answers, [1.0] * len(answers))
         h = tree.add(server["h"], mean, -self.a * len(answers) / site.num_clients)
         moved = tree.add(tree.add(server["model"], mean, self.server_lr), {name: h[name] for name in mean}, -1 / self.a)
-        return {"model": {**moved, **mean_buffers(answers, sample_weights(answers))}, "h": h}
+        return {"model": {**moved, **self.mean_buffers(answers, sample_weights(answers))}, "h": h}

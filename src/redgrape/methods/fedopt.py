@@ -20,7 +20,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from redgrape.aggregation import mean_buffers, mean_delta, sample_weights, zeros_like_parameters
+from redgrape.aggregation import sample_weights, zeros_like_parameters
 from redgrape.method import ClientId, ServerSite
 from redgrape.methods.fedavg import FedAvg
 from redgrape.tree import Tensors, Tree
@@ -56,13 +56,13 @@ class FedOpt(FedAvg):
     def server_update(self, server: Tree, updates: Mapping[ClientId, Tree], site: ServerSite) -> Tree:
         answers = list(updates.values())
         counts = sample_weights(answers)
-        delta = mean_delta(answers, counts if self.client_weights == "count" else [1.0] * len(answers))
+        delta = self.mean_delta(answers, counts if self.client_weights == "count" else [1.0] * len(answers))
         model, m, v = dict(server["model"]), dict(server["m"]), dict(server["v"])
         for name, d in delta.items():
             m[name] = self.beta_1 * m[name] + (1 - self.beta_1) * d
             v[name] = self._second_moment(v[name], d.square())
             model[name] = model[name] + self.server_lr * m[name] / (v[name].sqrt() + self.tau)
-        return {"model": {**model, **mean_buffers(answers, counts)}, "m": m, "v": v}
+        return {"model": {**model, **self.mean_buffers(answers, counts)}, "m": m, "v": v}
 
     def _second_moment(self, v: Tensor, squared: Tensor) -> Tensor:
         match self.server_optimizer:

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from pydantic import Field
 
 from redgrape.aggregation import client_report
-from redgrape.method import ClientSite
+from redgrape.method import ClientSite, ServerSite
 from redgrape.methods.fedavg import FedAvg
 from redgrape.tree import Tree
 
@@ -34,6 +34,9 @@ class FedProx(FedAvg):
     fidelity: ClassVar[str] = (
         "from a secondary source, which states its term; the paper searches mu in 0.001 to 1, and 0.01 is our default"
     )
+
+    def update_like(self, server: Tree, site: ServerSite) -> Tree:
+        return super().update_like(server, site)  # the clients send what FedAvg's do, and no more
 
     def client_update(self, broadcast: Tree, state: Tree, site: ClientSite) -> tuple[Tree, Tree]:
         net = self.load_for_training(broadcast["model"], site)

@@ -36,9 +36,10 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from redgrape import tree
-from redgrape.aggregation import client_report, mean_delta, sample_weights
+from redgrape.acceptance import class_rows
+from redgrape.aggregation import client_report, sample_weights
 from redgrape.class_sampling import at_most
-from redgrape.classifier_gradients import summed_gradient
+from redgrape.classifier_gradients import per_class, summed_gradient
 from redgrape.errors import ConfigError
 from redgrape.features import Statistics, features
 from redgrape.half_precision import pack, round_
@@ -51,6 +52,7 @@ from redgrape.tree import Tensors, Tree
 
 _PROTOTYPE_BATCH = 256
 _TINY = 1e-12  # a balanced gradient below this norm has no direction
+_BY_CLASS = ("median", "trimmed_mean", "norm_clipping")  # rules that look at the numbers of a prototype
 
 
 class RedGrape(FedAvg):
@@ -116,6 +118,15 @@ class RedGrape(FedAvg):
     fidelity: ClassVar[str] = (
         "from the paper, with the preset `released` after the authors' code; docs/paper.md lists every choice"
     )
+
+    @model_validator(mode="after")
+    def _robust_rules_see_prototypes(self) -> Self:
+        if self.aggregation in _BY_CLASS and (self.prototype_rank is not None or self.prototype_precision == "half"):
+            raise ValueError(
+                f"aggregation is {self.aggregation}, which compares prototypes number by number; leave prototype_rank "
+                "and prototype_precision out"
+            )
+        return self
 
     @model_validator(mode="after")
     def _threshold_counts_examples(self) -> Self:
@@ -234,6 +245,13 @@ class RedGrape(FedAvg):
         prototypes = {"classes": classes, **self._sent(gradients)}
         return prototypes | ({"counts": counts[classes]} if self.prototype_weights == "count" else {})
 
+    def update_like(self, server: Tree, site: ServerSite) -> Tree:
+        one = self._sent({name: g[:1] for name, g in server["prototypes"].items()})
+        row = tree.unflatten({name: g[0] for name, g in tree.flatten(one).items()})
+        rows = class_rows(row, counted=self.prototype_weights == "count")
+        like = {**super().update_like(server, site), "prototypes": rows}
+        return like | ({"delta_W_hat": server["W_hat"]} if self.two_stream else {})
+
     def server_update(self, server: Tree, updates: Mapping[ClientId, Tree], site: ServerSite) -> Tree:
         prototypes, held = self._global_prototypes(server["prototypes"], updates)
         new: dict[str, Any] = {
@@ -244,7 +262,7 @@ class RedGrape(FedAvg):
         }
         if self.two_stream:  # Eq. (13) again
             answers = list(updates.values())
-            moved = mean_delta(answers, sample_weights(answers), "delta_W_hat")
+            moved = self.mean_delta(answers, sample_weights(answers), "delta_W_hat")
             new["W_hat"] = tree.add(server["W_hat"], moved, self.server_lr)
         return new
 
@@ -253,6 +271,9 @@ class RedGrape(FedAvg):
         somebody holds. What the wire would round is rounded at once."""
         sent = [update["prototypes"] for update in updates.values()]
         weights = [s["counts"] for s in sent] if self.prototype_weights == "count" else None
+        if self.aggregation in _BY_CLASS:
+            mean, held = self.mean_over_holders(sent, {name: g[0] for name, g in old.items()}, weights)
+            return {name: torch.where(per_class(held, g), g, old[name]) for name, g in mean.items()}, held
         mean, held = self.form.mean(sent, old, weights)
         return {name: round_(g) if self.prototype_precision == "half" else g for name, g in mean.items()}, held
 

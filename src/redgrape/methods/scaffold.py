@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from pydantic import Field
 
 from redgrape import tree
-from redgrape.aggregation import client_report, mean_buffers, mean_delta, sample_weights, zeros_like_parameters
+from redgrape.aggregation import client_report, sample_weights, zeros_like_parameters
 from redgrape.method import ClientId, ClientSite, ServerSite
 from redgrape.methods.fedavg import FedAvg
 from redgrape.tree import Tensors, Tree
@@ -76,10 +76,13 @@ class Scaffold(FedAvg):
         }  # line 12
         return {**update, "delta_c": tree.sub(new, c_i)}, {"c_i": new}
 
+    def update_like(self, server: Tree, site: ServerSite) -> Tree:
+        return {**super().update_like(server, site), "delta_c": server["c"]}
+
     def server_update(self, server: Tree, updates: Mapping[ClientId, Tree], site: ServerSite) -> Tree:
         answers = list(updates.values())
         alike = [1.0] * len(answers)
-        moved = tree.add(server["model"], mean_delta(answers, alike), self.server_lr)  # line 16
+        moved = tree.add(server["model"], self.mean_delta(answers, alike), self.server_lr)  # line 16
         share = len(answers) / site.num_clients
-        c = tree.add(server["c"], mean_delta(answers, alike, "delta_c"), share)  # line 17: 1/N over all clients
-        return {"model": {**moved, **mean_buffers(answers, sample_weights(answers))}, "c": c}
+        c = tree.add(server["c"], self.mean_delta(answers, alike, "delta_c"), share)  # line 17: 1/N over all clients
+        return {"model": {**moved, **self.mean_buffers(answers, sample_weights(answers))}, "c": c}

@@ -1,0 +1,162 @@
+"""What an update must be like before the server takes it, whichever engine it came through.
+
+A method describes its updates (`Method.update_like`): a tree with a tensor of the right shape and dtype under every
+name, and `Rows` where the number of rows is the client's to say. Nothing is repaired and nothing broadcast: an update
+that is not as described is refused, with the reason.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from redgrape import tree
+from redgrape.tree import Tensors, Tree
+
+MOST_EXAMPLES = 10**9  # that a client may claim where it has not declared how many it holds
+
+
+class UpdateRejected(Exception):
+    """An update that is not taken; the message is the reason."""
+
+
+class NotFinite(UpdateRejected):
+    """An update with NaN or infinity in it, as training that diverges gives."""
+
+
+@dataclass(frozen=True)
+class Declared:
+    """What a client said of itself when it joined: its examples, and how many it has of each class where it tells."""
+
+    examples: int
+    class_counts: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Rows:
+    """One such row for each class that the group's `classes` name."""
+
+    row: Tensor
+
+
+def class_rows(classifier: Tree, *, counted: bool = False) -> dict[str, Any]:
+    """The description of a group that holds a tensor like each of the classifier's for some classes: their numbers as
+    `classes`, and the examples behind each as `counts` where they are `counted`."""
+    number = Rows(torch.zeros((), dtype=torch.int64))
+    rows = {"classes": number, **_rows(classifier)}
+    return rows | ({"counts": number} if counted else {})
+
+
+def _rows(group: Tree) -> dict[str, Any]:
+    return {name: _rows(t) if isinstance(t, Mapping) else Rows(t) for name, t in group.items()}
+
+
+def check(update: Any, like: Tree, declared: Declared | None, num_classes: int, *, exact: bool) -> None:
+    """Raise UpdateRejected where the update is not as described. Names beyond the description are refused where it is
+    `exact`; else they need only be finite, and a group of the description may be missing as a whole."""
+    flat = named_tensors(update)
+    expected = _flat(like)
+    groups = {name.partition("/")[0] for name in flat}
+    for name, wanted in expected.items():
+        if name in flat:
+            _check_kind(name, flat[name], wanted)
+        elif exact or name.partition("/")[0] in groups:
+            raise UpdateRejected(f"tensor '{name}' is missing")
+    described = {name.partition("/")[0] for name in expected}
+    for name in flat:
+        if name not in expected and (exact or name.partition("/")[0] in described):
+            raise UpdateRejected(f"tensor '{name}' is not part of this update")
+    check_finite(flat)
+    if "count" in flat:
+        _check_count(flat["count"], declared)
+    for name, t in flat.items():
+        if name.startswith("buffers/") and name.endswith(("running_var", "num_batches_tracked")) and (t < 0).any():
+            raise UpdateRejected(f"tensor '{name}' is negative")
+    for name, wanted in expected.items():
+        if isinstance(wanted, Rows) and name.endswith("/classes") and name in flat:
+            _check_classes(flat, name.removesuffix("classes"), expected, declared, num_classes)
+
+
+def named_tensors(update: Any) -> Tensors:
+    """The update's tensors by their joined names; UpdateRejected where it is anything else than named tensors."""
+    if not isinstance(update, Mapping):
+        raise UpdateRejected(f"the update is a {type(update).__name__}, not named tensors")
+    try:
+        tree.check_leaves(update, "update")
+        flat = tree.flatten(update)
+    except TypeError as error:
+        raise UpdateRejected(str(error)) from error
+    except RecursionError as error:
+        raise UpdateRejected("the update is nested too deeply") from error
+    if not flat:
+        raise UpdateRejected("the update is empty")
+    for name, t in flat.items():
+        if t.layout != torch.strided or t.device.type != "cpu" or t.is_complex() or t.is_quantized:
+            raise UpdateRejected(f"tensor '{name}' is no plain tensor of real numbers in memory")
+    return flat
+
+
+def check_finite(flat: Tensors) -> None:
+    if name := first_not_finite(flat):
+        raise NotFinite(f"tensor '{name}' is not finite")
+
+
+def first_not_finite(flat: Tensors) -> str | None:
+    for name, t in flat.items():
+        # The sum is finite in nearly every case, and far cheaper than a look at each number.
+        if t.is_floating_point() and not math.isfinite(t.sum()) and not torch.isfinite(t).all():
+            return name
+    return None
+
+
+def _flat(like: Tree, prefix: str = "") -> dict[str, Tensor | Rows]:
+    flat: dict[str, Tensor | Rows] = {}
+    for name, value in like.items():
+        flat |= _flat(value, f"{prefix}{name}/") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
+    return flat
+
+
+def _check_kind(name: str, t: Tensor, wanted: Tensor | Rows) -> None:
+    row = wanted.row if isinstance(wanted, Rows) else wanted
+    if t.dtype != row.dtype:
+        raise UpdateRejected(f"tensor '{name}' is {t.dtype}; it must be {row.dtype}")
+    if isinstance(wanted, Rows):
+        if t.dim() == 0 or t.shape[1:] != row.shape:
+            raise UpdateRejected(f"tensor '{name}' is {list(t.shape)}; each of its rows must be {list(row.shape)}")
+    elif t.shape != row.shape:
+        raise UpdateRejected(f"tensor '{name}' is {list(t.shape)}; it must be {list(row.shape)}")
+
+
+def _check_count(count: Tensor, declared: Declared | None) -> None:
+    if count.dtype != torch.int64 or count.dim():
+        raise UpdateRejected(f"'count' is {count.dtype} {list(count.shape)}; it must be one whole number, torch.int64")
+    most = MOST_EXAMPLES if declared is None else declared.examples
+    if not 1 <= int(count) <= most:
+        raise UpdateRejected(f"'count' is {int(count)}; this client can have trained on 1 to {most} examples")
+
+
+def _check_classes(
+    flat: Tensors, group: str, expected: Mapping[str, Tensor | Rows], declared: Declared | None, num_classes: int
+) -> None:
+    """The rows of one group belong to classes that exist, each named once, and that the client has."""
+    classes = flat[f"{group}classes"]
+    if len(classes) and (int(classes.min()) < 0 or int(classes.max()) >= num_classes):
+        raise UpdateRejected(f"'{group}classes' names a class outside 0 to {num_classes - 1}")
+    if (classes.diff() <= 0).any():
+        raise UpdateRejected(f"'{group}classes' must name every class once, in rising order")
+    for name, wanted in expected.items():
+        if isinstance(wanted, Rows) and name.startswith(group) and len(flat[name]) != len(classes):
+            raise UpdateRejected(f"tensor '{name}' has {len(flat[name])} rows for {len(classes)} classes")
+    held = None if declared is None or declared.class_counts is None else declared.class_counts[classes]
+    if held is not None and (held == 0).any():
+        raise UpdateRejected(f"'{group}classes' names class {int(classes[held == 0][0])}, which this client lacks")
+    counts = flat.get(f"{group}counts")
+    if counts is not None and f"{group}counts" in expected:
+        most = torch.full_like(counts, MOST_EXAMPLES) if held is None else held
+        if ((counts < 1) | (counts > most)).any():
+            raise UpdateRejected(f"'{group}counts' claims more examples of a class than this client can have, or none")
