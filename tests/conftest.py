@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -94,3 +96,15 @@ def tiny(vectors: Path, remembering: Path) -> Callable[..., dict[str, Any]]:
         return new
 
     return changed
+
+
+@pytest.fixture
+def tally() -> Callable[..., None]:
+    """Tells `scripts/faults` what was tried, in the file that REDGRAPE_FAULTS names, a JSON line each."""
+
+    def write(fault: str, tries: int, survived: int, note: str = "") -> None:
+        if path := os.environ.get("REDGRAPE_FAULTS"):
+            with Path(path).open("a", encoding="utf-8") as file:
+                file.write(json.dumps({"fault": fault, "tries": tries, "survived": survived, "note": note}) + "\n")
+
+    return write

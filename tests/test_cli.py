@@ -66,8 +66,8 @@ def tree_of(folder: Path) -> dict[str, bytes | None]:
 
 
 def written(folder: Path) -> dict[str, bytes | None]:
-    """A run's files, without the one that tells times."""
-    return {name: content for name, content in tree_of(folder).items() if name != "times.jsonl"}
+    """A run's files, without the one that tells times, and without the checksums, that one's among them."""
+    return {name: content for name, content in tree_of(folder).items() if name not in {"times.jsonl", "SHA256SUMS"}}
 
 
 @pytest.fixture(scope="module")
@@ -87,8 +87,8 @@ def finished(tmp_path_factory: pytest.TempPathFactory, toml: Path) -> Path:
 
 @pytest.fixture
 def copied(finished: Path, tmp_path: Path) -> Path:
-    """The same, to be changed."""
-    return shutil.copytree(finished, tmp_path / "copied")
+    """The same, to be changed: without checksums, which would tell."""
+    return shutil.copytree(finished, tmp_path / "copied", ignore=shutil.ignore_patterns("SHA256SUMS"))
 
 
 def summary_of(run: Path) -> dict[str, Any]:
@@ -450,7 +450,12 @@ def test_data_show(command: Command, toml: Path, finished: Path, tmp_path: Path)
 def test_export_evaluate_predict(command: Command, finished: Path, vectors: Path, tmp_path: Path) -> None:
     """The exported model gives on the test rows what the run's last evaluation says."""
     assert good(command("export", finished, "model", "--json")).json() == {"model": "model"}
-    assert sorted(p.name for p in (tmp_path / "model").iterdir()) == ["README.md", "model.json", "model.safetensors"]
+    assert sorted(p.name for p in (tmp_path / "model").iterdir()) == [
+        "README.md",
+        "SHA256SUMS",
+        "model.json",
+        "model.safetensors",
+    ]
     from redgrape.data.prepare import prepare
 
     experiment = Experiment.read(finished / "experiment.toml")

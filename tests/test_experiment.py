@@ -47,7 +47,7 @@ def through_toml(experiment: Experiment) -> Experiment:
 @pytest.mark.parametrize(("name", "preset"), PRESETS)
 def test_toml_round_trip_of_every_preset(name: str, preset: str) -> None:
     """Read back, an experiment is the same method with the same hyper-parameters, and has the same hash."""
-    experiment = Experiment.parse({"method": {"name": name, "preset": preset}})
+    experiment = Experiment.parse({"method": {"name": name, "preset": preset}, "data": {"auxiliary": 32}})
     again = through_toml(experiment)
     assert again.hash() == experiment.hash()
     assert again.to_toml() == experiment.to_toml()
@@ -58,6 +58,7 @@ EVERY_FIELD: dict[str, Any] = {
     "seed": 2**63 - 1,
     "rounds": 7,
     "clients_per_round": 3,
+    "min_answers": 2,
     "evaluate_every": 2,
     "checkpoint_every": 4,
     "data": {
@@ -91,6 +92,9 @@ EVERY_FIELD: dict[str, Any] = {
         "clip_norm": 3.0,
         "server_lr": 0.9,
         "freeze_encoder": True,
+        "aggregation": "norm_clipping",
+        "byzantine": 2,
+        "update_norm": 2.5,
         "lam": 0.7,
         "lam_schedule": "cosine",
         "lam_final": 0.125,
@@ -230,7 +234,7 @@ def test_nesting_without_end_is_refused() -> None:
 
 def test_natural_clients_are_not_counted_in_advance() -> None:
     """The natural partition brings its own number of clients, which data.clients does not tell."""
-    natural = {"clients_per_round": 11, "data": {"partition": "natural"}}
+    natural = {"clients_per_round": 11, "data": {"source": "own.npz", "partition": "natural"}}
     assert Experiment.parse(natural).clients_per_round == 11
 
 
@@ -521,7 +525,9 @@ def test_the_shipped_experiments_are_valid() -> None:
     for path, name in itertools.product(found, methods.names()):
         values = read_toml(path)
         if values.get("method", {}).get("name", name) == name:
-            Experiment.parse({**values, "method": {**values.get("method", {}), "name": name}})
+            auxiliary = {"auxiliary": 32} if methods.load(name).uses_auxiliary else {}
+            data, method = values.get("data", {}), values.get("method", {})
+            Experiment.parse({**values, "data": {**data, **auxiliary}, "method": {**method, "name": name}})
 
 
 def test_none_is_a_word_in_toml() -> None:

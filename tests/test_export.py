@@ -172,7 +172,8 @@ def test_the_file_holds_encoder_and_classifier_only(image_run: SimpleNamespace, 
     assert set(safetensors.torch.load(data)) == set(nets.build("cnn", (1, SIDE, SIDE), 3, 0).state_dict())
     assert image_run.server["model"]["classifier.weight"].numpy().tobytes() in data
     assert image_run.server["W_hat"]["weight"].numpy().tobytes() not in data
-    assert sorted(file.name for file in image_folder.iterdir()) == ["README.md", "model.json", "model.safetensors"]
+    names = ["README.md", "SHA256SUMS", "model.json", "model.safetensors"]
+    assert sorted(file.name for file in image_folder.iterdir()) == names
 
 
 def test_a_copied_folder_needs_nothing_else(image_run: SimpleNamespace, image_folder: Path, tmp_path: Path) -> None:
@@ -275,7 +276,7 @@ def test_figures_of_another_round_are_not_given(image_run: SimpleNamespace, tmp_
 def test_a_damaged_folder_is_refused_in_one_line(
     image_folder: Path, tmp_path: Path, file: str, change: Any, message: str
 ) -> None:
-    copy = shutil.copytree(image_folder, tmp_path / "copy")
+    copy = shutil.copytree(image_folder, tmp_path / "copy", ignore=shutil.ignore_patterns("SHA256SUMS"))
     before = (copy / file).read_bytes()
     (copy / file).write_bytes(change(before))
     assert (copy / file).read_bytes() != before

@@ -81,8 +81,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory, tiny: Values) -> Path:
 
 @pytest.fixture
 def copied(runs: Path, tmp_path: Path) -> Path:
-    """The same, to be changed."""
-    return shutil.copytree(runs, tmp_path / "copied")
+    """The same, to be changed: without checksums, which would tell."""
+    return shutil.copytree(runs, tmp_path / "copied", ignore=shutil.ignore_patterns("SHA256SUMS"))
 
 
 def written(folder: Path, *others: Path, out: Path) -> str:
@@ -265,7 +265,11 @@ def test_policy_names_the_inline_parts_by_their_hash(runs: Path, tmp_path: Path)
 
 def hostile_copy(runs: Path, folder: Path) -> Path:
     """A run whose folder, data source and classes have hostile names."""
-    run = shutil.copytree(runs / "redgrape-seed0", folder / "<img src=x onerror=alert(1)> \x1b[31m")
+    run = shutil.copytree(
+        runs / "redgrape-seed0",
+        folder / "<img src=x onerror=alert(1)> \x1b[31m",
+        ignore=shutil.ignore_patterns("SHA256SUMS"),
+    )
     names = [HOSTILE[i % len(HOSTILE)] for i in range(4)]
     change_json(run / "environment.json", lambda e: e.update(class_names=names, torch="<script>alert(1)</script>"))
     toml = (run / "experiment.toml").read_text()
@@ -489,7 +493,7 @@ def test_serve_tells_only_what_is_new(server: Server) -> None:
 
 
 def test_serve_follows_a_run(runs: Path, tmp_path: Path) -> None:
-    run = shutil.copytree(runs / "fedavg-seed0", tmp_path / "runs" / "a")
+    run = shutil.copytree(runs / "fedavg-seed0", tmp_path / "runs" / "a", ignore=shutil.ignore_patterns("SHA256SUMS"))
     lines = (run / "metrics.jsonl").read_bytes().splitlines(keepends=True)
     (run / "summary.json").unlink()
     (run / "metrics.jsonl").write_bytes(lines[0] + lines[1][:25])
@@ -828,7 +832,7 @@ def test_browser_switches_methods_and_tells_figures(browser: Browser, runs: Path
 
 @pytest.mark.slow
 def test_browser_follows_a_run(browser: Browser, runs: Path, tmp_path: Path) -> None:
-    run = shutil.copytree(runs / "fedavg-seed0", tmp_path / "runs" / "a")
+    run = shutil.copytree(runs / "fedavg-seed0", tmp_path / "runs" / "a", ignore=shutil.ignore_patterns("SHA256SUMS"))
     lines = (run / "metrics.jsonl").read_bytes().splitlines(keepends=True)
     summary = (run / "summary.json").read_bytes()
     (run / "summary.json").unlink()

@@ -607,6 +607,7 @@ def test_presets() -> None:
         "server_lr": 1.0,
         "lr_schedule": "constant",
         "freeze_encoder": False,
+        "aggregation": "mean",
     }
     released = {
         "placement": "after_step",
@@ -616,7 +617,7 @@ def test_presets() -> None:
         "balanced_stats": "batch_update",
         "prototype_view": "augmented",
     }
-    not_used = {"lr", "lr_final", "lam_final"}
+    not_used = {"lr", "lr_final", "lam_final", "byzantine", "update_norm"}
     assert RedGrape() == RedGrape.preset("paper")
     assert {k: v for k, v in dict(RedGrape.preset("paper")).items() if k not in not_used} == paper
     assert {k: v for k, v in dict(RedGrape.preset("released")).items() if k not in not_used} == paper | released

@@ -5,14 +5,18 @@ from __future__ import annotations
 import argparse
 import importlib
 import io
+import math
 import os
 import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
 from redgrape import __version__
 from redgrape.errors import ConfigError, RedgrapeError, StorageError
+from redgrape.terminal import printable
 
 
 class _Parser(argparse.ArgumentParser):
@@ -37,16 +41,27 @@ _FLAGS: dict[str, tuple[str, Any, str]] = {
 }
 
 
+ENDED = {signal.SIGINT: 130, signal.SIGTERM: 143}  # the exit codes of a command that a signal has ended
+
+
 def main(arguments: list[str] | None = None) -> NoReturn:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a path may hold anything, a terminal may show only ASCII
-    sys.exit(run(sys.argv[1:] if arguments is None else arguments))
+    code = run(sys.argv[1:] if arguments is None else arguments)
+    if code in ENDED.values():
+        for number in ENDED:
+            signal.signal(number, signal.SIG_DFL)  # one more ends what is left of the process without a word
+    sys.exit(code)
 
 
 def run(arguments: list[str]) -> int:
     """The exit code of a command."""
+    with _ending_at_signals():
+        return _run(arguments)
+
+
+def _run(arguments: list[str]) -> int:
     debug = "--debug" in arguments
-    previous = signal.signal(signal.SIGTERM, _terminate)
     try:
         options = _parser().parse_args([a for a in arguments if a != "--debug"])
         options.command(options)
@@ -56,9 +71,10 @@ def run(arguments: list[str]) -> int:
             raise
         print(f"redgrape: {_one_line(error)}", file=sys.stderr)
         return error.exit_code
-    except KeyboardInterrupt:
-        print("redgrape: interrupted; `redgrape resume RUN` goes on from the last finished round", file=sys.stderr)
-        return 130
+    except KeyboardInterrupt as error:
+        what = "terminated" if isinstance(error, _Terminated) else "interrupted"
+        print(f"redgrape: {what}; `redgrape resume RUN` goes on from the last finished round", file=sys.stderr)
+        return ENDED[signal.SIGTERM if what == "terminated" else signal.SIGINT]
     except BrokenPipeError:  # the reader, such as `head`, has gone
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
@@ -67,17 +83,40 @@ def run(arguments: list[str]) -> int:
             raise
         print(f"redgrape: {_one_line(error)}", file=sys.stderr)
         return StorageError.exit_code
-    finally:
-        signal.signal(signal.SIGTERM, previous)
     return 0
 
 
-def _terminate(*_: object) -> NoReturn:
-    sys.exit(143)
+class _Terminated(KeyboardInterrupt):
+    """SIGTERM came: the same as Ctrl-C, with another exit code."""
+
+
+@contextmanager
+def _ending_at_signals() -> Iterator[None]:
+    """The first Ctrl-C or SIGTERM lets a command end in order, the second ends it at once: workers end with it."""
+
+    def at_once(number: int, _: object) -> NoReturn:
+        if sys.stderr.isatty():
+            os.write(sys.stderr.fileno(), b"\x1b[?25h")  # a progress bar hides the cursor
+        os._exit(128 + number)
+
+    def in_order(number: int, _: object) -> NoReturn:
+        for each in previous:
+            signal.signal(each, at_once)
+        raise KeyboardInterrupt if number == signal.SIGINT else _Terminated
+
+    handlers = {number: signal.getsignal(number) for number in ENDED}
+    previous = {n: handler for n, handler in handlers.items() if handler not in (signal.SIG_IGN, None)}
+    for number in previous:
+        signal.signal(number, in_order)
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
 
 
 def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())
+    return printable(" ".join(str(error).split()))
 
 
 def _command(module: str, name: str) -> Any:
@@ -232,7 +271,25 @@ def _add_execution_flags(command: argparse.ArgumentParser) -> None:
     group = command.add_argument_group("where and how it runs; none of this changes a result")
     group.add_argument("--workers", type=_positive, metavar="N", help="worker processes; without it one a core")
     group.add_argument("--device", default="cpu", help="cpu, or cuda with --workers 1 (which does change last bits)")
+    group.add_argument(
+        "--stack",
+        type=_positive,
+        default=1,
+        metavar="N",
+        help="train N clients of equal size as one, which is fast for small nets (and does change last bits)",
+    )
     group.add_argument("--data-root", type=Path, metavar="DIR", help="where data files are (else $REDGRAPE_DATA)")
+    group.add_argument(
+        "--deadline",
+        type=_seconds,
+        metavar="SECONDS",
+        help="take a worker that has not answered for a client by then for hung (never; not with --workers 1)",
+    )
+    group.add_argument(
+        "--allow-changes",
+        action="store_true",
+        help="go on with a run that another version or machine began (which may change last bits)",
+    )
     group.add_argument("--dry-run", action="store_true", help="print what would run")
     group.add_argument("--quiet", action="store_true", help="no progress")
     group.add_argument("--tensorboard", action="store_true", help="also log to RUN/tensorboard (needs that extra)")
@@ -242,6 +299,16 @@ def _positive(text: str) -> int:
     if not (text.isdecimal() and int(text) > 0):
         raise argparse.ArgumentTypeError(f"'{text}' is not a whole number of at least 1")
     return int(text)
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds < math.inf:
+        raise argparse.ArgumentTypeError(f"'{text}' is not a number of seconds above 0")
+    return seconds
 
 
 def _port(text: str) -> int:

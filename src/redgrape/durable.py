@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -32,6 +33,16 @@ def storage_errors(doing: str, path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise StorageError(f"cannot {doing} '{path}': {error.strerror or error}") from error
+
+
+def check_ordinary(folder: Path) -> None:
+    """Raise StorageError where the folder holds anything but files and folders: through a link, what is meant for a
+    place in it would be written elsewhere, and a pipe would be read for ever."""
+    with storage_errors("read", folder):
+        for path in folder.rglob("*"):
+            kind = path.lstat().st_mode
+            if not (stat.S_ISREG(kind) or stat.S_ISDIR(kind)):
+                raise StorageError(f"'{path}' is a link or no ordinary file; remove it, or put a copy there")
 
 
 def write_file(path: Path, data: bytes) -> None:

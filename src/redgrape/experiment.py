@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
+import math
 import tomllib
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -16,14 +15,17 @@ import tomli_w
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from redgrape import methods, nets
+from redgrape.checksums import hash_of
 from redgrape.data.federation import Federation
 from redgrape.data.prepare import DataOptions
+from redgrape.data.sources import READERS
 from redgrape.errors import ConfigError, DataError, unknown
 from redgrape.method import Method
 from redgrape.nets.net import Net
 from redgrape.tree import Tensors
 from redgrape.validation import one_line, short
 
+CLASSES = {name: 100 if name == "cifar100" else 10 for name in READERS}  # of the data sets that are known by name
 _STRICT = ConfigDict(frozen=True, strict=True, extra="forbid")
 
 
@@ -74,6 +76,7 @@ class Experiment(BaseModel):
     seed: int = Field(0, ge=0, le=2**63 - 1, description="decides split, initial weights, sampling and shuffling")
     rounds: int = Field(20, ge=1, description="rounds of communication")
     clients_per_round: int | None = Field(None, ge=1, description="clients sampled a round; left out: all of them")
+    min_answers: int = Field(1, ge=1, description="stop where fewer clients' answers count in a round")
     evaluate_every: int = Field(1, ge=1, description="evaluate every so many rounds, and in each of the last ten")
     checkpoint_every: int = Field(1, ge=1, description="save every so many rounds, and after the last")
     data: DataOptions = Field(default_factory=DataOptions)
@@ -82,13 +85,54 @@ class Experiment(BaseModel):
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
+        """What can be told without the data is told before any of it is read."""
         clients = self.data.clients
         natural = self.data.partition == "natural"
         if self.clients_per_round is not None and not natural and self.clients_per_round > clients:
             raise ValueError(
                 f"clients_per_round is {self.clients_per_round}, and there are only {clients} data.clients"
             )
+        asked = self._clients_asked()
+        if asked is not None and self.min_answers > asked:
+            raise ValueError(f"min_answers is {self.min_answers}, and a round has only {asked} clients")
+        if self.data.source in READERS:
+            if natural:
+                raise ValueError(f"data.partition is 'natural', but '{self.data.source}' names no clients; choose iid")
+            if self.data.image_size is not None:
+                raise ValueError(f"data.image_size is for folders of images, and '{self.data.source}' is none")
+        if self.data.imbalance == "binary":
+            self._check_tail_classes()
+        shortest = nets.SHORTEST_SIDE.get(self.net.name, 1)
+        if self.data.image_size is not None and self.data.image_size < shortest:
+            raise ValueError(
+                f"data.image_size is {self.data.image_size}; net '{self.net.name}' needs at least {shortest} pixels"
+            )
         return self
+
+    def _check_tail_classes(self) -> None:
+        tail = self.data.tail_classes
+        classes = CLASSES.get(self.data.source, math.inf)  # of a user's own data it is not known yet
+        if not tail or len(set(tail)) < len(tail) or min(tail) < 0 or max(tail) >= classes or len(tail) >= classes:
+            allowed = f"from 0 .. {classes - 1:g}" if math.isfinite(classes) else "from 0 on"
+            raise ValueError(f"data.tail_classes is {list(tail)}; name some classes {allowed}, each once, not all")
+
+    def _check_method(self, method: Method) -> None:
+        if method.uses_auxiliary and self.data.auxiliary == 0:
+            raise ConfigError(
+                f"method '{self.method.name}' needs a small balanced set at the server, and data.auxiliary is 0; hold "
+                "one out with data.auxiliary=32 (a class)"
+            )
+        if method.batch_size == 1 and self.net.name.startswith("resnet") and not method.freeze_encoder:
+            raise ConfigError(
+                f"method.batch_size is 1, and the BatchNorm of net '{self.net.name}' has no statistics of a single "
+                "example; choose at least 2"
+            )
+        if (asked := self._clients_asked()) is not None:
+            method.check_clients(asked)
+
+    def _clients_asked(self) -> int | None:
+        """Clients of a round; None where only the data tells."""
+        return self.clients_per_round or (None if self.data.partition == "natural" else self.data.clients)
 
     @classmethod
     def parse(cls, values: Mapping[str, Any]) -> Experiment:
@@ -100,7 +144,7 @@ class Experiment(BaseModel):
         except RecursionError as error:
             raise ConfigError("the experiment is nested too deeply") from error
         try:
-            experiment.method.create()
+            experiment._check_method(experiment.method.create())
             experiment.to_toml().encode()
         except ConfigError as error:
             raise ConfigError(short(str(error))) from error
@@ -161,10 +205,6 @@ def _weights_for(own: Tensors, path: Path) -> Tensors:
         if t.shape != own[name].shape:
             raise DataError(f"'{path}': tensor '{name}' is {list(t.shape)}, and the net's is {list(own[name].shape)}")
     return taken
-
-
-def hash_of(values: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
 def read_toml(path: Path) -> dict[str, Any]:

@@ -3,6 +3,7 @@
     model.safetensors   or model.onnx: encoder P and classifier W, and nothing else of the run
     model.json          how to rebuild the net and treat its inputs, the checksum, and the facts of the card
     README.md           the model's card, for people
+    SHA256SUMS          their checksums
 
 No path of the machine gets into any of them.
 """
@@ -22,12 +23,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from redgrape import durable, nets, tree
+from redgrape import checksums, durable, nets, tree
 from redgrape.card import write_card
 from redgrape.errors import ConfigError, StorageError, unknown
 from redgrape.experiment import Experiment
 from redgrape.model import FORMAT, WEIGHTS, Description, Format, forward_of, pixels_of
 from redgrape.nets.net import Net
+from redgrape.runs import check_model
 from redgrape.store import RunFolder
 from redgrape.training import RunState
 from redgrape.tree import Tensors
@@ -45,6 +47,13 @@ def export(run: Path, out: Path, format: Format = "safetensors") -> Path:
     if state is None:
         raise StorageError(f"'{run}' has no checkpoint yet; let it finish a round first")
     experiment, environment = folder.experiment(), folder.environment()
+    try:
+        shape, classes = tuple(environment["input"]["shape"]), len(environment["class_names"])
+        with torch.device("meta"):
+            expected = nets.build(experiment.net.name, shape, classes, seed=0).state_dict()
+    except (KeyError, TypeError, RuntimeError) as error:
+        raise StorageError(f"'{run / 'environment.json'}' is damaged: it tells no input and classes") from error
+    check_model(state, expected, folder)
     model: Tensors = state.server["model"]
     card: dict[str, Any] = {
         "format": FORMAT,
@@ -62,7 +71,7 @@ def export(run: Path, out: Path, format: Format = "safetensors") -> Path:
         "model.json": json.dumps(card, indent=2, allow_nan=False).encode() + b"\n",
         "README.md": write_card(card, experiment.method.create()).encode(),
     }
-    durable.create_folder(out.resolve(), files)
+    durable.create_folder(out.resolve(), {**files, checksums.NAME: checksums.of(files)})
     return out
 
 

@@ -15,7 +15,7 @@ import torch
 from pydantic import BaseModel, Field, ValidationError
 from torch import Tensor
 
-from redgrape import durable, nets, tree
+from redgrape import checksums, durable, nets, tree
 from redgrape.data.examples import Examples, Pixels
 from redgrape.errors import ConfigError, DataError
 from redgrape.evaluate import BATCH
@@ -133,6 +133,8 @@ def load_model(folder: Path | str) -> Model:
     folder = Path(folder)
     card, description = _read_card(folder)
     path = folder / WEIGHTS[description.weights.format]
+    if path.exists() and not path.is_file():
+        raise DataError(f"'{path}' is no ordinary file")
     with durable.storage_errors("read", path):
         data = path.read_bytes()
     if hashlib.sha256(data).hexdigest() != description.weights.sha256:
@@ -147,6 +149,8 @@ def _read_card(folder: Path) -> tuple[dict[str, Any], Description]:
         raise DataError(f"'{folder}' is not a model folder: it has no model.json; `redgrape export` makes one")
     with durable.storage_errors("read", path):
         data = path.read_bytes()
+    if not checksums.fits(folder, path.name, data):
+        raise DataError(f"'{path}' is damaged: its SHA-256 is not that in {checksums.NAME}; export the model again")
     try:
         card = json.loads(data)
         description = Description.model_validate_json(data, strict=True)
@@ -161,13 +165,23 @@ def _read_card(folder: Path) -> tuple[dict[str, Any], Description]:
 
 def _torch_forward(data: bytes, description: Description, path: Path) -> Forward:
     dtype: torch.dtype = getattr(torch, description.dtype)
-    net = nets.build(description.net, description.input.shape, len(description.class_names), seed=0).to(dtype)
     try:
-        net.load_state_dict(tree.from_bytes(data))
-    except (RuntimeError, safetensors.SafetensorError) as error:
+        tensors = tree.from_bytes(data)
+        _check_size(description, data)
+        net = nets.build(description.net, description.input.shape, len(description.class_names), seed=0).to(dtype)
+        net.load_state_dict(tensors)
+    except (RuntimeError, ValueError, TypeError, safetensors.SafetensorError) as error:
         raise DataError(f"'{path}' does not hold the weights of the net that model.json describes") from error
     net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # missing in torch's stubs
     return forward_of(net.eval(), pixels_of(description))
+
+
+def _check_size(description: Description, data: bytes) -> None:
+    """Raise ValueError where the net has more weights than the file, before memory is taken for them."""
+    with torch.device("meta"):
+        net = nets.build(description.net, description.input.shape, len(description.class_names), seed=0)
+    if sum(t.numel() for t in net.state_dict().values()) > len(data):
+        raise ValueError("the net is larger than its weights")
 
 
 def pixels_of(description: Description) -> Pixels:

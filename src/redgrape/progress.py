@@ -7,6 +7,8 @@ import sys
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
+from redgrape.terminal import printable
+
 if TYPE_CHECKING:
     from redgrape.training import Step
 
@@ -17,7 +19,7 @@ def percent(value: float | None) -> str:
 
 class Progress:
     def __init__(self, label: str, done: int, rounds: int, *, as_json: bool = False, quiet: bool = False) -> None:
-        self._label, self._rounds, self._json, self._quiet = label, rounds, as_json, quiet
+        self._label, self._rounds, self._json, self._quiet = printable(label), rounds, as_json, quiet
         self._bar: Any = None
         self._task: Any = None
         if sys.stderr.isatty() and not as_json and not quiet:
@@ -33,7 +35,7 @@ class Progress:
                 TextColumn("{task.fields[figures]}", markup=False),
             )
             self._bar = Bar(*columns, console=Console(stderr=True))
-            self._task = self._bar.add_task(label, total=rounds, completed=done, figures="starting")
+            self._task = self._bar.add_task(self._label, total=rounds, completed=done, figures="starting")
 
     def step(self, step: Step) -> None:
         record = step.record

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from redgrape import checksums, terminal
+from redgrape.checksums import hash_of
 from redgrape.errors import ConfigError, StorageError
 
 FIGURES = ("accuracy", "balanced", "head", "middle", "tail")
@@ -30,10 +32,12 @@ class RunView:
     @classmethod
     def read(cls, path: Path) -> RunView:
         try:
-            experiment = tomllib.loads((path / "experiment.toml").read_text(encoding="utf-8"))
-            environment = _json(path / "environment.json")
-            metrics = [json.loads(line) for line in _lines(path / "metrics.jsonl")]
-            summary = _json(path / "summary.json")
+            experiment = tomllib.loads(_file(path / "experiment.toml").read_text(encoding="utf-8"))
+            environment = _json(_whole(path / "environment.json"))
+            metrics = [json.loads(line) for line in (_whole(path / "metrics.jsonl") or b"").split(b"\n")[:-1]]
+            summary = _json(_whole(path / "summary.json"))
+            if summary is None or summary["experiment"] != hash_of(experiment):
+                _whole(path / "experiment.toml")
             if summary is not None and summary["rounds"] != experiment["rounds"]:
                 summary = None  # of the run before it was extended
             view = cls(path, experiment, environment, metrics, summary)
@@ -164,13 +168,12 @@ def markdown(results: Sequence[Result]) -> str:
 def print_table(results: Sequence[Result]) -> None:
     from rich.console import Console
     from rich.table import Table
-    from rich.text import Text
 
     table = Table(caption=caption(results), caption_justify="left")
     for i, title in enumerate(HEADER):
         table.add_column(title, justify="left" if i == 0 else "right")
     for row in rows(results):
-        table.add_row(*[Text(entry) for entry in row])
+        table.add_row(*[terminal.cell(entry) for entry in row])
     Console().print(table)
 
 
@@ -193,7 +196,7 @@ def draw_per_class(results: Sequence[Result], path: Path) -> None:
             places,
             [100 * mean for mean, _ in pairs],
             yerr=errors,
-            label=f"{result.title} (tail {cell(result.values('tail'))})",
+            label=f"{terminal.printable(result.title)} (tail {cell(result.values('tail'))})".replace("$", r"\$"),
             color=colour,
             marker=None if wide else marker,
             capsize=3,
@@ -217,7 +220,12 @@ def draw_per_class(results: Sequence[Result], path: Path) -> None:
     bottom.set_yscale("log")
     bottom.set_ylabel("training\nexamples")
     step = max(1, len(order) // 25)
-    bottom.set_xticks(list(places)[::step], [names[c] for c in order][::step], rotation=0 if len(order) <= 10 else 90)
+    bottom.set_xticks(
+        list(places)[::step],
+        [terminal.printable(names[c]) for c in order][::step],
+        rotation=0 if len(order) <= 10 else 90,
+        parse_math=False,
+    )
     bottom.set_xlabel("class, from head to tail")
     figure.savefig(path, dpi=130)
     plt.close(figure)
@@ -255,9 +263,20 @@ def plain(value: Any) -> Any:
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _json(path: Path) -> Any:
-    return json.loads(path.read_bytes()) if path.exists() else None
+def _file(path: Path) -> Path:
+    if path.exists() and not path.is_file():  # a pipe, say, would be read for ever
+        raise StorageError(f"'{path}' is no ordinary file")
+    return path
 
 
-def _lines(path: Path) -> list[bytes]:
-    return path.read_bytes().split(b"\n")[:-1] if path.exists() else []
+def _whole(path: Path) -> bytes | None:
+    """The file's content, where there is one and it is what was written."""
+    for _ in range(3):  # it may be replaced, and its checksum with it, between one look and the other
+        data = _file(path).read_bytes() if path.exists() else None
+        if data is None or checksums.fits(path.parent, path.name, data):
+            return data
+    raise StorageError(f"'{path}' is damaged: its SHA-256 is not that in {checksums.NAME}")
+
+
+def _json(data: bytes | None) -> Any:
+    return None if data is None else json.loads(data)

@@ -21,9 +21,10 @@ from redgrape.experiment import Experiment
 from redgrape.numerics import same_bits_everywhere
 from redgrape.store import RunFolder
 from redgrape.training import RunState, Step, Training
-from redgrape.tree import Tree
+from redgrape.tree import Tensors, Tree
 
 LAST = 10  # a run's result is the mean over this many last evaluations, as in the paper
+DECIDING = ("redgrape", "torch", "numpy", "platform", "machine", "cpu", "device", "stack")  # what could change bits
 FIGURES = ("accuracy", "balanced", "head", "middle", "tail")
 
 
@@ -34,48 +35,79 @@ class Run:
         ...
     """
 
-    def __init__(self, folder: RunFolder, *, workers: int, device: str = "cpu", data_root: Path | None = None) -> None:
+    def __init__(
+        self,
+        folder: RunFolder,
+        *,
+        workers: int,
+        device: str = "cpu",
+        data_root: Path | None = None,
+        allow_changes: bool = False,
+        deadline: float | None = None,
+        stack: int = 1,
+    ) -> None:
         self.folder = folder
         self.experiment = folder.experiment()
-        self.workers, self.device, self.data_root = workers, device, data_root
+        self.workers, self.device, self.data_root, self.allow_changes = workers, device, data_root, allow_changes
+        self.deadline, self.stack = deadline, stack
         self.notes: list[str] = []  # what a person should know, such as a damaged checkpoint that was passed over
 
     def steps(self) -> Iterator[Step]:
         """The rounds that are still to be done, each committed before it is yielded."""
         with self.folder.locked():
             self.folder.sweep()
-            self._check_files()
+            self.folder.check_experiment()
+            before = self._environment_before()
+            self._check_files(before)
+            if not self.folder.has_whole_times():
+                self.notes.append("times.jsonl is damaged, which changes no result")
             state, wrong = self.folder.latest()
             self.notes += [f"{reason}; going on from round {state.round if state else 0}" for reason in wrong]
             self.folder.cut_after(state.round if state else 0)
-            confusion = self._known_confusion(state)
+            confusion = self._known_confusion(state) if before is not None else None
             if confusion is None:
-                federation = self._federation()
+                federation = self._federation(before, state)
                 with self._training(federation) as training:
+                    if state is not None:
+                        check_model(state, training.build().state_dict(), self.folder)
                     model = self.experiment.first_model(federation) if state is None else None
                     states = self.folder.states(federation.num_clients)
+                    if self.stack > 1:
+                        self.notes.append(
+                            f"up to {self.stack} clients of equal size were trained as one: figures agree with those "
+                            "of single ones to rounding"
+                        )
                     for step in training.steps(state, model, states, self.folder.path):
                         self.folder.append(step.record, step.seconds)
                         last = step.state.round == self.experiment.rounds
                         if last or step.state.round % self.experiment.checkpoint_every == 0:
                             self.folder.save(step.state, self.experiment)
                         state = step.state
+                        self._note_lost(step.record)
                         yield step
                     assert state is not None  # there is at least one round
                     confusion = training.engine.evaluate(state.server["model"], "test").confusion.tolist()
             assert state is not None
             self.folder.write_summary(summarize(self.folder, self.experiment, state, confusion))
 
-    def _check_files(self) -> None:
+    def _note_lost(self, record: Mapping[str, Any]) -> None:
+        """Once for each client; metrics.jsonl names every round."""
+        for client, reason in record["lost"].items():
+            if not any(note.startswith(f"client {client} failed") for note in self.notes):
+                self.notes.append(
+                    f"client {client} failed three times in round {record['round']} and was left out of it ({reason}); "
+                    "metrics.jsonl tells of every such round, under 'lost'"
+                )
+
+    def _check_files(self, before: Mapping[str, Any] | None) -> None:
         """Raise ConfigError where the method's own file is not what it was when the run began."""
-        if (self.folder.path / "environment.json").exists():
-            before, here = self.folder.environment().get("files", {}), file_digests(self.experiment)
-            for name, digest in here.items():
-                if before.get(name, digest) != digest:
-                    raise ConfigError(
-                        f"'{name}' has changed since '{self.folder.path}' began; start a new run with --out, or put "
-                        "the old file back"
-                    )
+        known = (before or {}).get("files", {})
+        for name, digest in file_digests(self.experiment).items():
+            if known.get(name, digest) != digest:
+                raise ConfigError(
+                    f"'{name}' has changed since '{self.folder.path}' began; start a new run with --out, or put "
+                    "the old file back"
+                )
 
     def _training(self, federation: Federation) -> Training:
         e = self.experiment
@@ -89,44 +121,81 @@ class Run:
             workers=self.workers,
             device=self.device,
             evaluate_every=e.evaluate_every,
+            min_answers=e.min_answers,
+            deadline=self.deadline,
+            stack=self.stack,
         )
 
-    def _federation(self) -> Federation:
+    def _federation(self, before: Mapping[str, Any] | None, state: RunState | None) -> Federation:
         federation = prepare(self.experiment.data, self.experiment.seed, self.data_root)
-        here = environment(self.device, federation) | {"files": file_digests(self.experiment)}
-        path = self.folder.path / "environment.json"
-        if path.exists():
-            before = self.folder.environment()
-            changed = [name for name in ("redgrape", "torch", "machine", "device") if before.get(name) != here[name]]
-            self.notes += [f"{name} was {before.get(name)} and is {here[name]}: bits may differ" for name in changed]
-            for name in ("split", "data"):
-                if before.get(name, here[name]) != here[name]:
-                    raise DataError(
-                        f"the data of '{self.folder.path}' has changed since it began: the {name} was "
-                        f"{before[name][:12]} and is {here[name][:12]}; put the old data back or start a new run"
-                    )
-        else:
-            self.folder.write_partition(federation)
-            self.folder.write_environment(here)
+        here = environment(self.device, federation) | {"files": file_digests(self.experiment), "stack": self.stack}
+        if before is None:
+            self.folder.write_environment(here, federation)
+            return federation
+        for name in ("split", "data"):
+            if before.get(name, here[name]) != here[name]:
+                raise DataError(
+                    f"the data of '{self.folder.path}' has changed since it began: the {name} was "
+                    f"{before[name][:12]} and is {here[name][:12]}; put the old data back or start a new run"
+                )
+        changed = [name for name in DECIDING if before.get(name, here[name]) != here[name]]
+        history = before.get("changes", [])
+        if changed and state is not None:  # before the first checkpoint nothing depends on it
+            words = ", ".join(f"{name} {before[name]} and is {name} {here[name]} now" for name in changed)
+            if not self.allow_changes:
+                raise ConfigError(
+                    f"'{self.folder.path}' began with {words}, so that its bits may differ; go on where it began, or "
+                    "accept that with --allow-changes"
+                )
+            self.notes.append(f"the run began with {words}: bits may differ")
+            history = [*history, {"after_round": state.round, **{name: [before[name], here[name]] for name in changed}}]
+        if not self.folder.has_partition():
+            self.notes.append("partition.safetensors was damaged or missing and is written anew")
+        if changed or not self.folder.has_partition():
+            self.folder.write_environment(here | ({"changes": history} if history else {}), federation)
         return federation
+
+    def _environment_before(self) -> dict[str, Any] | None:
+        """What the run began on; None at its beginning."""
+        if not (self.folder.path / "environment.json").exists():
+            return None
+        try:
+            return self.folder.environment()
+        except StorageError as error:
+            if not self.allow_changes:
+                raise StorageError(f"{error}; --allow-changes goes on without what it said") from error
+            self.notes.append(f"{error}; it is written anew, without what it said")
+            return None
 
     def _known_confusion(self, state: RunState | None) -> list[list[int]] | None:
         """The final model's confusion matrix, where the run is finished and its summary has it. It is in the summary
         alone: in every round's line it would swell the metrics."""
-        if state is None or state.round < self.experiment.rounds:
+        if state is None or state.round < self.experiment.rounds or not self.folder.has_partition():
             return None
         try:
             summary = self.folder.summary() or {}
             confusion: list[list[int]] | None = summary.get("confusion")
             return confusion if summary.get("state") == _digest(state) else None
-        except (StorageError, AttributeError):  # damaged; it is written anew
+        except (StorageError, AttributeError):
+            self.notes.append("summary.json is damaged and is written anew")
             return None
 
     def extend(self, rounds: int) -> None:
         """Let the run go on to this many rounds."""
         with self.folder.locked():
+            self.folder.check_experiment(may_differ=["rounds"])
             self.experiment = self.experiment.with_rounds(rounds)
             self.folder.write_experiment(self.experiment)
+
+
+def check_model(state: RunState, model: Tensors, folder: RunFolder) -> None:
+    """Raise StorageError where a checkpoint, which may be a stranger's, holds another model than this one."""
+    stored = state.server.get("model")
+    found = {name: t.shape for name, t in tree.flatten(stored).items()} if isinstance(stored, Mapping) else {}
+    if found != {name: t.shape for name, t in model.items()}:
+        raise StorageError(
+            f"the checkpoint of round {state.round} in '{folder.path}' is of another model than the experiment's"
+        )
 
 
 def file_digests(experiment: Experiment) -> dict[str, str]:
@@ -146,6 +215,7 @@ def environment(device: str, federation: Federation) -> dict[str, Any]:
         "numpy": np.__version__,
         "platform": sys.platform,
         "machine": platform.machine(),
+        "cpu": torch.backends.cpu.get_cpu_capability(),  # the widest instructions that torch uses
         "device": device,
         "split": federation.fingerprint(),
         "data": contents(federation),

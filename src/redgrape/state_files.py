@@ -26,6 +26,7 @@ from redgrape.method import ClientId
 from redgrape.training import ClientStates
 from redgrape.tree import Tensors, Tree
 
+MOST_CLIENTS = 10**8  # an index of more is damaged
 _ENTRY = np.dtype([("file", "<i8"), ("offset", "<i8"), ("bytes", "<i8"), ("sha256", "V32")])
 _Index = NDArray[Any]  # of _ENTRY, one a client; file 0: no state as yet
 
@@ -63,6 +64,8 @@ class StateFolder:
                     yield self.current, offset
 
     def read(self, number: int, offset: int, size: int) -> bytes:
+        if min(offset, size) < 0 or offset + size > self.size(number):
+            raise StorageError(f"'{self.file(number)}' is damaged: it has no {size} bytes at {offset}")
         with durable.storage_errors("read", self.file(number)), self.file(number).open("rb") as file:
             file.seek(offset)
             return file.read(size)
@@ -145,11 +148,15 @@ class StateFiles(ClientStates):
         """The states of a checkpoint, each of them checked."""
         try:
             clients = stored["client"].numpy()
+            if not len(clients) <= int(stored["num_clients"]) <= MOST_CLIENTS:
+                raise ValueError(f"it is of {int(stored['num_clients'])} clients")
             index = np.zeros(int(stored["num_clients"]), _ENTRY)
             for name in ("file", "offset", "bytes"):
+                if stored[name].dtype != torch.int64:
+                    raise ValueError(f"'{name}' is {stored[name].dtype}")
                 index[name][clients] = stored[name].numpy()
             index["sha256"][clients] = np.frombuffer(stored["sha256"].numpy().tobytes(), "V32")
-        except (KeyError, ValueError, IndexError, AttributeError, TypeError) as error:
+        except (KeyError, ValueError, IndexError, AttributeError, TypeError, RuntimeError) as error:
             raise StorageError(f"the index of client states in '{folder.path}' is damaged: {error}") from error
         states = cls(folder, len(index), index)
         for k in np.argsort(index, order=("file", "offset"), kind="stable").tolist():  # as they lie on the disk
@@ -165,5 +172,5 @@ def files_in_use(stored: bytes) -> set[int]:
     """The numbers of the files that a checkpoint's index names."""
     try:
         return set(tree.from_bytes(stored)["file"].tolist())
-    except (safetensors.SafetensorError, KeyError) as error:
+    except (safetensors.SafetensorError, KeyError, ValueError, AttributeError) as error:
         raise StorageError(f"an index of client states is damaged: {error}") from error

@@ -5,9 +5,11 @@
     partition.safetensors    which training rows each client holds
     metrics.jsonl            one line a round; equal in bits between equal runs
     times.jsonl              wall-clock seconds a round, apart because they never are
-    checkpoints/round-NNNNNN/{server,clients}.safetensors and manifest.json with their checksums; the last two are kept
+    checkpoints/round-NNNNNN/{server,clients}.safetensors, description.toml, which is the experiment.toml of the time,
+                             and manifest.json with their checksums; the last two are kept
     clients/NNNNNN.states    the clients' states, where they have any; clients.safetensors is the index to them
     summary.json             the result, written after the last round
+    SHA256SUMS               the checksums of the files above, those of the lines once the run is finished
     lock                     held by the process that writes here
 
 A round is committed in this order: its line in metrics.jsonl, then its checkpoint. So a checkpoint never lacks a line,
@@ -29,17 +31,21 @@ import numpy as np
 import safetensors
 import torch
 
-from redgrape import durable, tree
+from redgrape import checksums, durable, tree
+from redgrape.checksums import hash_of
 from redgrape.data.examples import Examples
 from redgrape.data.federation import Federation
 from redgrape.errors import BusyError, ConfigError, StorageError
-from redgrape.experiment import Experiment, hash_of, read_toml
+from redgrape.experiment import Experiment, read_toml
 from redgrape.state_files import StateFiles, StateFolder, files_in_use
 from redgrape.training import RunState
 
-FORMAT = 2
+FORMAT = 3
+OLDEST = 2  # the oldest format that can be read; it lacks the copy of the experiment
 KEPT = 2
-CHECKPOINT_FILES = {"server.safetensors", "clients.safetensors"}
+COPY = "description.toml"  # the experiment, in a checkpoint, which would be taken for a run with an experiment.toml
+CHECKPOINT_FILES = {"server.safetensors", "clients.safetensors", COPY}
+LINES = ("metrics.jsonl", "times.jsonl")
 MANIFEST_KEYS = {"format", "round", "rounds", "experiment", "files", "metrics"}
 
 
@@ -54,10 +60,11 @@ class RunFolder:
     @classmethod
     def create(cls, path: Path, experiment: Experiment) -> RunFolder:
         with durable.storage_errors("make", path):
-            if path.exists() and (not path.is_dir() or any(not _is_leftover(inside) for inside in path.iterdir())):
+            if path.exists() and (not path.is_dir() or not all(map(_is_leftover, path.iterdir()))):
                 raise ConfigError(
                     f"'{path}' exists already; `redgrape resume {path}` continues it, --out names another folder"
                 )
+            durable.check_ordinary(path)
             made = [folder for folder in (path, *path.parents) if not folder.exists()]
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
         folder = cls(path, made)
@@ -77,13 +84,14 @@ class RunFolder:
     def open(cls, path: Path) -> RunFolder:
         if not (path / "experiment.toml").is_file():
             raise StorageError(f"'{path}' is not a run folder: it has no experiment.toml; `redgrape ls` lists runs")
+        durable.check_ordinary(path)
         return cls(path)
 
     @contextmanager
     def locked(self) -> Iterator[None]:
         """Held by one process at a time; the system lets go of it when the process ends, however it ends."""
         with durable.storage_errors("lock", self.path):
-            file = (self.path / "lock").open("a+")
+            file = (self.path / "lock").open("a+", errors="replace")
         with file:
             with durable.storage_errors("lock", self.path):
                 if not _try_lock(file.fileno()):
@@ -100,23 +108,57 @@ class RunFolder:
                 file.truncate(0)
 
     def experiment(self) -> Experiment:
-        return Experiment.read(self.path / "experiment.toml")
+        path = self.path / "experiment.toml"
+        try:
+            return Experiment.read(path)
+        except ConfigError as error:
+            if checksums.is_whole(self.path, path.name):  # it is of another redgrape, say, or needs a file that is gone
+                raise
+            raise StorageError(f"'{path}' has been edited or is damaged: {error}{self._copy()}") from error
 
     def write_experiment(self, experiment: Experiment) -> None:
-        durable.replace_file(self.path / "experiment.toml", experiment.to_toml().encode())
+        checksums.write(self.path, {"experiment.toml": experiment.to_toml().encode()})
 
-    def write_environment(self, environment: Mapping[str, Any]) -> None:
-        durable.replace_file(self.path / "environment.json", _json(environment))
+    def check_experiment(self, may_differ: Sequence[str] = ()) -> None:
+        """Raise StorageError where experiment.toml says something else than what redgrape wrote there."""
+        if checksums.is_whole(self.path, "experiment.toml"):
+            return
+        path = self.path / "experiment.toml"
+        copies = [checkpoint / COPY for checkpoint in self._checkpoints() if (checkpoint / COPY).exists()]
+        if not copies:
+            raise StorageError(f"'{path}' has been edited or is damaged; put it back, or start a new run with --out")
+        changes = differences(read_toml(copies[-1]), read_toml(path))
+        for key in may_differ:
+            changes.pop(key, None)
+        if changes:
+            longer = "; `redgrape resume --rounds` lets a run go on" if changes.keys() == {"rounds"} else ""
+            raise StorageError(f"'{path}' has been edited: {', '.join(changes.values())}{longer}{self._copy()}")
+
+    def _copy(self) -> str:
+        """Where the experiment is still to be found."""
+        copies = sorted((self.path / "checkpoints").glob(f"round-[0-9]*/{COPY}"))
+        return f"; '{copies[-1]}' is what it was" if copies else ""
 
     def environment(self) -> dict[str, Any]:
+        if not checksums.is_whole(self.path, "environment.json"):
+            raise StorageError(f"'{self.path / 'environment.json'}' is damaged: its SHA-256 is not what it was")
         environment: dict[str, Any] = _read_json(self.path / "environment.json")
         if not isinstance(environment, dict) or "split" not in environment:
             raise StorageError(f"'{self.path / 'environment.json'}' is damaged: it names no split")
         return environment
 
-    def write_partition(self, federation: Federation) -> None:
-        """Rows of the source's file: client k has rows[ends[k-1]:ends[k]]; those held out for validation, and for the
-        test where they come from the same file (empty where there are none)."""
+    def has_whole_times(self) -> bool:
+        return checksums.is_whole(self.path, "times.jsonl")
+
+    def has_partition(self) -> bool:
+        """Whether the file that tells who holds what is there and whole."""
+        path = self.path / "partition.safetensors"
+        return path.exists() and checksums.is_whole(self.path, path.name)
+
+    def write_environment(self, environment: Mapping[str, Any], federation: Federation) -> None:
+        """On what it runs, and who holds what, in rows of the source's file: client k has rows[ends[k-1]:ends[k]];
+        those held out for validation, and for the test where they come from the same file (empty where there are none).
+        """
         rows = torch.from_numpy(np.concatenate(federation.parts))
         arrays = {
             "rows": rows if federation.train.rows is None else federation.train.rows[rows],
@@ -125,13 +167,15 @@ class RunFolder:
             "auxiliary": _rows_of(federation.auxiliary),
             "test": _rows_of(federation.test),
         }
-        durable.replace_file(self.path / "partition.safetensors", tree.to_bytes(arrays))
+        files = {"partition.safetensors": tree.to_bytes(arrays), "environment.json": _json(environment)}
+        checksums.write(self.path, files)
 
     def states(self, num_clients: int) -> StateFiles:
         """Where the states of a new run's clients are kept."""
         return StateFiles(self._states, num_clients)
 
     def append(self, record: Mapping[str, Any], seconds: Mapping[str, float]) -> None:
+        checksums.remove(self.path, LINES)
         line = json.dumps(record)
         durable.append_line(self.path / "metrics.jsonl", line)
         self._count_line(line.encode() + b"\n")
@@ -154,16 +198,18 @@ class RunFolder:
                 shutil.rmtree(newer)
         self._remove_unused_states()
         self._lines, self._line_bytes = hashlib.sha256(), 0
-        for name in ("metrics.jsonl", "times.jsonl"):
+        for name in LINES:
             path = self.path / name
             if path.exists():
-                kept = [line + b"\n" for line in _whole_lines(path) if _is_up_to(line, round)]
-                durable.replace_file(path, b"".join(kept))
+                kept = b"".join(line + b"\n" for line in _whole_lines(path) if _is_up_to(line, round))
+                if kept != path.read_bytes():
+                    checksums.remove(self.path, LINES)
+                    durable.replace_file(path, kept)
                 if name == "metrics.jsonl":
-                    self._count_line(b"".join(kept))
+                    self._count_line(kept)
 
     def save(self, state: RunState, experiment: Experiment) -> None:
-        files = {"server.safetensors": tree.to_bytes(state.server)}
+        files = {"server.safetensors": tree.to_bytes(state.server), COPY: experiment.to_toml().encode()}
         if state.clients:
             assert isinstance(state.clients, StateFiles)
             self._states.commit()
@@ -217,7 +263,7 @@ class RunFolder:
         try:
             server = tree.from_bytes(data["server.safetensors"])
             index = tree.from_bytes(data["clients.safetensors"]) if "clients.safetensors" in data else None
-        except safetensors.SafetensorError as error:
+        except (safetensors.SafetensorError, ValueError) as error:
             raise StorageError(f"'{path}' cannot be read: {error}") from error
         if index is None:
             return RunState(manifest["round"], server)
@@ -232,16 +278,16 @@ class RunFolder:
         described = read_toml(self.path / "experiment.toml")  # unparsed: a later redgrape may know more keys
         if isinstance(manifest, dict) and isinstance(version := manifest.get("format"), int) and version > FORMAT:
             raise StorageError(f"'{path}' has format {version}, newer than this redgrape reads ({FORMAT})")
-        if isinstance(manifest, dict) and manifest.get("format") in range(FORMAT):
+        if isinstance(manifest, dict) and manifest.get("format") in range(OLDEST):
             raise StorageError(
-                f"'{path}' has format {manifest['format']}, older than this redgrape reads ({FORMAT}); finish the run "
+                f"'{path}' has format {manifest['format']}, older than this redgrape reads ({OLDEST}); finish the run "
                 "with the redgrape that began it"
             )
         try:
             digests = [manifest["metrics"], *manifest["files"].values()]
             whole = (
                 manifest.keys() <= MANIFEST_KEYS
-                and manifest["format"] == FORMAT
+                and OLDEST <= manifest["format"] <= FORMAT
                 and self._checkpoint(manifest["round"]) == path
                 and {"server.safetensors"} <= manifest["files"].keys() <= CHECKPOINT_FILES
                 and all(digest["bytes"] >= 0 for digest in digests)
@@ -253,7 +299,7 @@ class RunFolder:
         if not whole:
             raise StorageError(f"'{path / 'manifest.json'}' is damaged")
         if not same:
-            raise StorageError(f"'{path}' is of another experiment than experiment.toml describes")
+            raise StorageError(f"'{path}' is of another experiment than experiment.toml describes{_changes(path)}")
         checked: dict[str, Any] = manifest
         return checked
 
@@ -275,11 +321,36 @@ class RunFolder:
         self._remove_unused_states()
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
-        durable.replace_file(self.path / "summary.json", _json(summary))
+        """The end of a run: its lines are listed now, since they will not change any more."""
+        checksums.add(self.path, LINES)
+        checksums.write(self.path, {"summary.json": _json(summary)})
 
     def summary(self) -> dict[str, Any] | None:
         path = self.path / "summary.json"
+        if not checksums.is_whole(self.path, path.name):
+            raise StorageError(f"'{path}' is damaged; `redgrape resume {self.path}` writes it anew")
         return _read_json(path) if path.exists() else None
+
+
+def differences(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+    """{"method.lr": "method.lr was 0.1 and is 0.2"}, for every key that differs."""
+    found: dict[str, str] = {}
+    for key in [*before, *[key for key in now if key not in before]]:
+        old, new = before.get(key, "missing"), now.get(key, "missing")
+        if isinstance(old, Mapping) and isinstance(new, Mapping):
+            found |= differences(old, new, f"{prefix}{key}.")
+        elif old != new or type(old) is not type(new):
+            found[f"{prefix}{key}"] = f"{prefix}{key} was {old} and is {new}"
+    return found
+
+
+def _changes(checkpoint: Path) -> str:
+    """What differs between the experiment of a checkpoint and that of its run, where the former is known."""
+    copy = checkpoint / COPY
+    if not copy.exists():
+        return ""
+    found = differences(read_toml(copy), read_toml(checkpoint.parents[1] / "experiment.toml"))
+    return f": {', '.join(found.values())}"
 
 
 def _try_lock(fd: int) -> bool:
@@ -307,7 +378,7 @@ def _round_of(checkpoint: Path) -> int:
 
 def _is_leftover(path: Path) -> bool:
     """Whether it is what a crash in the middle of a write left behind."""
-    return path.name.startswith(".") and path.name.endswith(".tmp")
+    return (path.name.startswith(".") and path.name.endswith(".tmp")) or path.name == checksums.NAME
 
 
 def _rows_of(examples: Examples | None) -> torch.Tensor:

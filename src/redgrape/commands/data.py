@@ -8,6 +8,7 @@ import sys
 from typing import Any
 
 from redgrape.commands.training import described
+from redgrape.terminal import printable
 
 
 def show(options: argparse.Namespace) -> None:
@@ -31,7 +32,7 @@ def show(options: argparse.Namespace) -> None:
         return
     picture.draw(federation, options.out)
     Console().print(picture.describe(federation))
-    print(f"who holds what: {options.out}")
+    print(f"who holds what: {printable(options.out)}")
 
 
 def fetch(options: argparse.Namespace) -> None:
@@ -51,4 +52,4 @@ def fetch(options: argparse.Namespace) -> None:
             bar.update(tasks[name], completed=done, total=total)
 
         folder = download(options.name, options.data_root, progress=progress)
-    print(f"complete and verified: {folder}")
+    print(f"complete and verified: {printable(folder)}")

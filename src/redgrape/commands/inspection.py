@@ -14,6 +14,7 @@ from rich.text import Text
 from redgrape import report
 from redgrape.errors import StorageError
 from redgrape.progress import percent
+from redgrape.terminal import cell, lines, printable
 
 
 def ls(options: argparse.Namespace) -> None:
@@ -25,7 +26,7 @@ def ls(options: argparse.Namespace) -> None:
         try:
             runs.append(report.RunView.read(path))
         except StorageError as error:  # one damaged run must not hide the others
-            print(f"note: {error}", file=sys.stderr)
+            print(f"note: {printable(error)}", file=sys.stderr)
     if options.json:
         print(json.dumps([run.row() for run in runs]))
         return
@@ -37,7 +38,7 @@ def ls(options: argparse.Namespace) -> None:
         row = run.row()
         table.add_row(
             *[
-                Text(str(value))
+                cell(value)
                 for value in (
                     row["run"],
                     row["method"],
@@ -62,12 +63,12 @@ def show(options: argparse.Namespace) -> None:
         print(json.dumps({**run.row(), "experiment": report.plain(run.experiment), "summary": run.summary}))
         return
     console = Console()
-    console.print(Text((options.run / "experiment.toml").read_text(encoding="utf-8").strip()))
+    console.print(Text(lines((options.run / "experiment.toml").read_text(encoding="utf-8").strip())))
     console.print(f"\nrounds done: {run.rounds_done} of {run.experiment['rounds']}", highlight=False)
     if run.environment is not None:
-        console.print(f"split: {run.environment['split']}", highlight=False)
+        console.print(cell(f"split: {run.environment['split']}"))
     if run.summary is None:
-        console.print(Text(f"not finished; `redgrape resume {options.run}` continues it"))
+        console.print(cell(f"not finished; `redgrape resume {options.run}` continues it"))
         return
     report.print_table(report.collect([(run.label, run)], options.on))
     if run.environment is not None:
@@ -76,7 +77,7 @@ def show(options: argparse.Namespace) -> None:
             table.add_column(title, justify="left" if title == "class" else "right")
         counts = run.environment["class_counts"]
         for c in sorted(range(len(counts)), key=lambda c: (-counts[c], c)):
-            name = Text(run.environment["class_names"][c])
+            name = cell(run.environment["class_names"][c])
             table.add_row(name, str(counts[c]), percent(run.summary["per_class"][c]))
         console.print(table)
 
@@ -101,18 +102,18 @@ def methods(options: argparse.Namespace) -> None:
         facts = {"name": options.name, "fidelity": method.fidelity, "hyper_parameters": fields, "presets": presets}
         print(json.dumps(report.plain(facts)))
         return
-    print((sys.modules[method.__module__].__doc__ or "").strip())
+    print(lines((sys.modules[method.__module__].__doc__ or "").strip()))
     table = Table(title="hyper-parameters")
     for title in ("name", "default", "meaning"):
         table.add_column(title)
     for name, entry in fields.items():
-        table.add_row(Text(name), Text(_shown(entry["default"])), Text(str(entry["meaning"])))
+        table.add_row(cell(name), cell(_shown(entry["default"])), cell(entry["meaning"]))
     console = Console()
     console.print(table)
     for name, values in method.presets.items():
         settings = ", ".join(f"{key}={_shown(value)}" for key, value in values.items()) or "the defaults"
-        console.print(Text(f"preset {name}: {settings}"))
-    console.print(Text(f"fidelity: {method.fidelity or 'not stated'}"))
+        console.print(cell(f"preset {name}: {settings}"))
+    console.print(cell(f"fidelity: {method.fidelity or 'not stated'}"))
 
 
 def _list_methods(options: argparse.Namespace) -> None:

@@ -10,16 +10,17 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 
 from redgrape.progress import percent
+from redgrape.terminal import cell, printable
 
 
 def export(options: argparse.Namespace) -> None:
     from redgrape.export import export as write
 
     folder = write(options.run, options.out, options.format)
-    print(json.dumps({"model": str(folder)}) if options.json else f"model folder: {folder} (read its README.md)")
+    told = f"model folder: {printable(folder)} (read its README.md)"
+    print(json.dumps({"model": str(folder)}) if options.json else told)
 
 
 def evaluate(options: argparse.Namespace) -> None:
@@ -30,8 +31,8 @@ def evaluate(options: argparse.Namespace) -> None:
     scores = evaluate_model(model, read_labelled(options.data, model))
     if not names_test_set(options.data):
         print(
-            f"note: '{options.data}' names no test set, so all of it was used; examples that the model was trained on "
-            "flatter it",
+            f"note: '{printable(options.data)}' names no test set, so all of it was used; examples that the model was "
+            "trained on flatter it",
             file=sys.stderr,
         )
     if options.json:
@@ -54,7 +55,7 @@ def evaluate(options: argparse.Namespace) -> None:
         table.add_column(title, justify="left" if title == "class" else "right")
     for row in scores["per_class"]:
         figures = [percent(row[name]) for name in ("precision", "recall", "f1")]
-        table.add_row(Text(row["class"]), str(row["support"]), *figures)
+        table.add_row(cell(row["class"]), str(row["support"]), *figures)
     console.print(table)
 
 
@@ -70,6 +71,6 @@ def predict(options: argparse.Namespace) -> None:
     for title in ("example", "class", "%", "runner-up", "%"):
         table.add_column(title, justify="right" if title == "%" else "left")
     for p in predictions:
-        row: list[Any] = [Text(p.name), Text(p.label), percent(p.probability)]
-        table.add_row(*row, Text(p.runner_up), percent(p.runner_up_probability))
+        row: list[Any] = [cell(p.name), cell(p.label), percent(p.probability)]
+        table.add_row(*row, cell(p.runner_up), percent(p.runner_up_probability))
     Console().print(table)

@@ -30,7 +30,7 @@ def report(options: argparse.Namespace) -> None:
         reasons = "; ".join(run["reason"] for run in data["damaged"])
         raise StorageError(f"there is no run that can be read: {reasons}")
     for run in data["damaged"]:
-        print(f"note: '{run['name']}' is left out: {run['reason']}", file=sys.stderr)
+        print(f"note: '{text(run['name'])}' is left out: {run['reason']}", file=sys.stderr)
     titles = ", ".join(setting["title"] for setting in data["settings"][:3])
     durable.replace_file(options.out, document(data, f"redgrape: {titles}").encode())
     if options.json:

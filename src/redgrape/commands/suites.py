@@ -20,6 +20,7 @@ from redgrape.store import RunFolder
 from redgrape.suites import cost, curves, description, grid, ledger, search, tables
 from redgrape.suites.description import Label, Suite, text
 from redgrape.suites.ledger import Standing
+from redgrape.terminal import lines
 
 BUSY = "in use by another process"
 
@@ -247,7 +248,7 @@ def _publish(table: tables.Table, folder: Path, options: argparse.Namespace) -> 
     if options.json:
         print(json.dumps({"folder": str(folder), "table": tables.as_values(table)}))
     else:
-        print(tables.markdown(table), end="")
+        print(lines(tables.markdown(table)), end="")
         for line in _missing(table.standings):
             print(line)
         print(f"tables and figure: {folder}")

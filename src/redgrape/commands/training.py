@@ -17,6 +17,7 @@ from redgrape.experiment import Experiment, override, put, read_toml
 from redgrape.progress import Progress
 from redgrape.runs import Run
 from redgrape.store import RunFolder
+from redgrape.terminal import lines, printable
 
 if TYPE_CHECKING:
     from redgrape.tensorboard import TensorBoard
@@ -36,10 +37,11 @@ def run(options: argparse.Namespace) -> None:
 def resume(options: argparse.Namespace) -> None:
     folder = RunFolder.open(options.run)
     experiment = folder.experiment()
-    if options.rounds is not None and options.rounds != experiment.rounds:
+    if options.rounds is not None:
         if options.rounds < experiment.rounds:
             raise ConfigError(f"--rounds is {options.rounds}, and the run is set to {experiment.rounds}; choose more")
-        _warn_of_schedules(experiment)
+        if options.rounds > experiment.rounds:
+            _warn_of_schedules(experiment)
         experiment = experiment.with_rounds(options.rounds)
         if not options.dry_run:
             Run(folder, workers=1).extend(options.rounds)
@@ -68,7 +70,8 @@ def compare(options: argparse.Namespace) -> None:
             if options.json:
                 print_plan(path, experiment, options)
             else:
-                print(f"{path}  {spec}  seed {experiment.seed}  {experiment.rounds} rounds  {experiment.hash()[:12]}")
+                plan = f"{path}  {spec}  seed {experiment.seed}  {experiment.rounds} rounds  {experiment.hash()[:12]}"
+                print(printable(plan))
         return
     finished = []
     for spec, experiment, path in cells:
@@ -89,7 +92,7 @@ def compare(options: argparse.Namespace) -> None:
         return
     report.print_table(results)
     report.draw_per_class(results, picture)
-    print(f"accuracy per class: {picture}")
+    print(f"accuracy per class: {printable(picture)}")
 
 
 def described(options: argparse.Namespace) -> dict[str, Any]:
@@ -135,13 +138,22 @@ def print_plan(folder: Path, experiment: Experiment, options: argparse.Namespace
         values = report.plain(experiment.resolved())
         print(json.dumps({"folder": str(folder), "hash": experiment.hash(), "experiment": values}))
     else:
-        print(f"# would run in {folder}\n# experiment {experiment.hash()}\n{experiment.to_toml()}", end="")
+        print(f"# would run in {printable(folder)}\n# experiment {experiment.hash()}")
+        print(lines(experiment.to_toml()), end="")
 
 
 def carry_out(folder: RunFolder, options: argparse.Namespace, label: str) -> None:
     default = cores() if options.device == "cpu" else 1
     workers = options.workers if options.workers is not None else default
-    this = Run(folder, workers=workers, device=options.device, data_root=options.data_root)
+    this = Run(
+        folder,
+        workers=workers,
+        device=options.device,
+        data_root=options.data_root,
+        allow_changes=options.allow_changes,
+        deadline=options.deadline,
+        stack=options.stack,
+    )
     progress = Progress(label, folder.newest_round(), this.experiment.rounds, as_json=options.json, quiet=options.quiet)
     try:
         with progress, _tensorboard(folder, options) as log:
@@ -154,7 +166,7 @@ def carry_out(folder: RunFolder, options: argparse.Namespace, label: str) -> Non
         raise
     finally:
         for note in this.notes:
-            print(f"note: {note}", file=sys.stderr)
+            print(f"note: {printable(note)}", file=sys.stderr)
 
 
 def _tensorboard(folder: RunFolder, options: argparse.Namespace) -> AbstractContextManager[TensorBoard | None]:
@@ -176,7 +188,7 @@ def finish(folder: RunFolder, options: argparse.Namespace) -> None:
         print(json.dumps({"folder": str(folder.path), "summary": view.summary}))
         return
     report.print_table(report.collect([(view.label, view)]))
-    print(f"run folder: {folder.path}")
+    print(f"run folder: {printable(folder.path)}")
 
 
 def _warn_of_schedules(experiment: Experiment) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 import os
+import warnings
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,8 +27,10 @@ if TYPE_CHECKING:
 
     Rows = NDArray[np.int64]
 
+IMAGE_FORMATS = ["PNG", "JPEG", "BMP", "GIF", "WEBP", "TIFF"]  # others may call programs, as PostScript does
 IMAGE_SUFFIXES = {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff"}
 TEST_SHARE = 0.2
+LARGE, UNLIKELY = 1 << 30, 200  # bytes, and how many times smaller no honest array of that size gets
 
 
 def load(path: Path, root: Path, *, seed: int, image_size: int | None = None) -> Source:
@@ -196,8 +199,10 @@ def open_image(path: Path, use: Any) -> Any:
     except ImportError as error:
         raise DataError("reading images needs Pillow; run `pip install redgrape[images]`") from error
     try:
-        with Image.open(path) as image:
-            return use(image)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", Image.DecompressionBombWarning)
+            with Image.open(path, formats=IMAGE_FORMATS) as image:
+                return use(image)
     except Exception as error:  # decoders raise anything at damaged files
         raise DataError(f"{path} cannot be read as an image ({one_line(error)}); replace or remove it") from error
 
@@ -255,6 +260,8 @@ class Arrays:
         try:
             if member.compress_type == zipfile.ZIP_STORED and not member.flag_bits & 1:
                 return self._mapped(member)
+            if member.file_size > LARGE and member.file_size > UNLIKELY * member.compress_size:
+                raise ValueError(f"it unpacks to {member.file_size >> 30} GB; save it with np.savez, uncompressed")
             with zipfile.ZipFile(self.path) as archive, archive.open(member) as file:
                 return np.lib.format.read_array(file, allow_pickle=False)
         except Exception as error:

@@ -9,6 +9,7 @@ import numpy as np
 
 from redgrape.data.federation import Federation
 from redgrape.errors import ConfigError, StorageError
+from redgrape.terminal import cell, printable
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -86,7 +87,7 @@ def _label_axis(axis: Any, names: list[str], inches: float) -> None:
     room = max(1, int(inches / 0.13))
     step = next(s * 10**e for e in range(9) for s in (1, 2, 5) if len(names) <= room * s * 10**e)
     ticks = range(0, len(names), step)
-    axis.set_ticks(ticks, [names[i] for i in ticks], fontsize=7)
+    axis.set_ticks(ticks, [printable(names[i]) for i in ticks], fontsize=7, parse_math=False)
 
 
 def _overview(federation: Federation) -> RenderableType:
@@ -117,7 +118,7 @@ def _classes(federation: Federation) -> RenderableType:
         counts = federation.class_counts[list(members)]
         listed = [f"{federation.class_names[c]} {federation.class_counts[c]}" for c in members[:SHOWN]]
         more = [f"and {len(members) - SHOWN} more"] if len(members) > SHOWN else []
-        table.add_row(group, str(len(members)), str(counts.sum()), ", ".join(listed + more))
+        table.add_row(group, str(len(members)), str(counts.sum()), cell(", ".join(listed + more)))
     return table
 
 
@@ -126,7 +127,7 @@ def _clients_by_classes(federation: Federation) -> RenderableType:
 
     table = Table(title="Training examples of each client and class", title_justify="left")
     for heading in ("client", *federation.class_names, "all"):
-        table.add_column(heading, justify="right")
+        table.add_column(cell(heading), justify="right")
     for client, counts in enumerate(federation.client_counts):
         table.add_row(str(client), *(str(n) if n else "." for n in counts), str(counts.sum()))
     table.add_section()

@@ -26,6 +26,7 @@ import tomli_w
 
 from redgrape.page.reading import Reading
 from redgrape.report import EXTRA_DATA, FIGURES, cell, run_label
+from redgrape.terminal import printable
 
 LAST = 10  # of an unfinished run, the mean of up to this many evaluations so far stands for its result
 GROUPS = ("head", "middle", "tail")
@@ -53,7 +54,7 @@ def page_data(readings: Mapping[str, Reading], damaged: Iterable[tuple[str, str]
 
 def text(value: Any) -> str:
     """On one line, without what is not printed: escapes of a terminal, marks that turn the direction of writing."""
-    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in str(value))[:400]
+    return printable(value)[:400]
 
 
 def number(value: Any) -> float | int | None:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from redgrape.errors import StorageError
 from redgrape.report import RunView
 
-FILES = ("experiment.toml", "environment.json", "metrics.jsonl", "times.jsonl", "summary.json")
+FILES = ("experiment.toml", "environment.json", "metrics.jsonl", "times.jsonl", "summary.json", "SHA256SUMS")
 PROC_LOCKS = Path("/proc/locks")
 
 State = Literal["finished", "training", "stopped"]

@@ -13,8 +13,9 @@ from typing import Any, Literal, TypeAlias, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from redgrape.checksums import hash_of
 from redgrape.errors import ConfigError, unknown
-from redgrape.experiment import Experiment, hash_of, put, read_toml
+from redgrape.experiment import Experiment, put, read_toml
 from redgrape.report import FIGURES
 from redgrape.runs import file_digests
 from redgrape.validation import one_line
