@@ -332,9 +332,14 @@ def test_what_can_be_runs_to_finite_numbers(
             refused += 1
             assert refused <= done // 4 + 5, values
             continue
-        folder = RunFolder.create(tmp_path / str(done), experiment)
-        for step in Run(folder, workers=1).steps():
-            assert all(map(math.isfinite, numbers(step.record))), values
+        folder = RunFolder.create(tmp_path / f"{done}-{refused}", experiment)
+        try:
+            for step in Run(folder, workers=1).steps():
+                assert all(map(math.isfinite, numbers(step.record))), values
+        except ConfigError as error:  # only the data tells how many clients have any
+            assert "clients a round; there are" in str(error), values
+            refused += 1
+            continue
         summary = folder.summary()
         assert summary is not None
         assert all(map(math.isfinite, numbers(summary))), values

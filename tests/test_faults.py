@@ -13,6 +13,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -166,8 +167,7 @@ def test_a_real_process_that_is_killed_leaves_nothing_running_and_nothing_behind
     """Its clients would go on for a minute; they end with it. Its temporary folder is empty afterwards."""
     toml = tmp_path / "e.toml"
     toml.write_text(Experiment.parse(tiny(rounds=3)).to_toml())
-    temporary = tmp_path / "temporary"
-    temporary.mkdir()
+    temporary = Path(tempfile.mkdtemp())  # not below tmp_path: the name of a socket in it may have 107 bytes
     environment = {**os.environ, "TMPDIR": str(temporary), "REDGRAPE_TEST_PAUSE": "60"}
     arguments = ["run", str(toml), "--out", str(tmp_path / "run"), "--workers", "2"]
     process = subprocess.Popen(
@@ -188,6 +188,7 @@ def test_a_real_process_that_is_killed_leaves_nothing_running_and_nothing_behind
             process.kill()
     assert victims.orphans(process.pid) == []
     assert [path.name for path in temporary.iterdir()] == []
+    temporary.rmdir()
 
 
 # Determinism

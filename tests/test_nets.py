@@ -136,8 +136,8 @@ def test_a_smaller_image_could_not_train(name):
 @pytest.mark.parametrize(
     ("name", "layers"),
     [
-        ("cnn", "Conv2d ReLU MaxPool2d Conv2d ReLU MaxPool2d Flatten Linear ReLU"),
-        ("cnn_dropout", "Conv2d ReLU Conv2d ReLU MaxPool2d Dropout Flatten Linear ReLU Dropout"),
+        ("cnn", "Conv2d MaxPool2d ReLU Conv2d MaxPool2d ReLU Flatten Linear ReLU"),
+        ("cnn_dropout", "Conv2d ReLU Conv2d MaxPool2d ReLU Dropout Flatten Linear ReLU Dropout"),
         ("mlp", "Flatten Linear ReLU Linear ReLU"),
     ],
 )
