@@ -162,12 +162,14 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=1, help="(default: 1)")
     parser.add_argument("--json", type=Path, help="also write the figures of every run to this file")
     options = parser.parse_args()
-    runs = [run(way, int(seed), options) for seed in options.seeds.split(",") for way in WAYS]
+    runs: list[dict[str, Any]] = []
+    for seed in options.seeds.split(","):
+        for way in WAYS:
+            runs.append(run(way, int(seed), options))
+            if options.json:  # after every run, so that a long measurement may be broken off
+                figures = {"data": options.data, "rounds": options.rounds, "runs": runs}
+                options.json.write_text(json.dumps(figures, indent=1) + "\n")
     print(table(runs))
-    if options.json:
-        options.json.write_text(
-            json.dumps({"data": options.data, "rounds": options.rounds, "runs": runs}, indent=1) + "\n"
-        )
 
 
 if __name__ == "__main__":
