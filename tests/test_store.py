@@ -466,7 +466,7 @@ def crashed_at(folder, where):
 result = {}
 real, sys.stdout = sys.stdout, open(os.devnull, "w")
 assert carry_out(root / "straight") == 0
-for kind in ("write", "fsync", "rename"):
+for kind in ("write", "fsync", "rename", "remove"):
     for n in range(1, 1000):
         folder = root / f"{kind}-{n}"
         code = crashed_at(folder, f"{kind}:{n}")
@@ -482,20 +482,21 @@ print(json.dumps(result), file=real)
 
 
 def test_a_crash_at_any_step_of_writing_is_survived(tmp_path: Path, tiny: Values) -> None:
-    """The process ends at once at every write, fsync and rename of a run of two rounds, and now and then again at the
+    """The process ends at once at every write, fsync, rename and removal of a run of three rounds, and now and then again at the
     first rename of its recovery. What the user would call then ends in the same bits and leaves nothing over."""
-    (tmp_path / "e.toml").write_text(Experiment.parse(tiny()).to_toml())
+    (tmp_path / "e.toml").write_text(Experiment.parse(tiny(rounds=3)).to_toml())
     command = [sys.executable, "-c", CRASHES, str(tmp_path / "e.toml"), str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stderr
     crashes = json.loads(done.stdout)
     straight = files(tmp_path / "straight")
     assert {"experiment.toml", "environment.json", "partition.safetensors", "metrics.jsonl"} < straight.keys()
-    assert {"summary.json", "checkpoints/round-000002/clients.safetensors"} < straight.keys()
+    assert {"summary.json", "checkpoints/round-000003/clients.safetensors"} < straight.keys()
     kinds = [name.partition("-")[0] for name in crashes]
     assert kinds.count("write") >= 14
     assert kinds.count("fsync") >= 25
     assert kinds.count("rename") >= 6
+    assert kinds.count("remove") >= 5
     for name, codes in crashes.items():
         assert codes[0] == 137, name
         assert codes[-1] == 0, name

@@ -83,6 +83,19 @@ def create_folder(path: Path, files: Mapping[str, bytes]) -> None:
         sync_folder(path.parent)
 
 
+def remove(path: Path) -> None:
+    """Remove a file or a folder. Not atomic: for what nothing needs any more, and what is half there is left to the
+    next one to remove."""
+    with storage_errors("remove", path):
+        fault_point("remove")
+        if path.is_dir():
+            for file in path.iterdir():
+                remove(file)
+            path.rmdir()
+        else:
+            path.unlink()
+
+
 def append_line(path: Path, line: str) -> None:
     with storage_errors("write", path):
         is_new = not path.exists()

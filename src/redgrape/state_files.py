@@ -83,8 +83,7 @@ class StateFolder:
     def keep_only(self, used: set[int]) -> None:
         for number in self.numbers():
             if number not in used:
-                with durable.storage_errors("remove", self.file(number)):
-                    self.file(number).unlink()
+                durable.remove(self.file(number))
 
 
 class StateFiles(ClientStates):

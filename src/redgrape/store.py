@@ -21,7 +21,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -194,9 +193,8 @@ class RunFolder:
     def cut_after(self, round: int) -> None:
         """Drop what came after the newest good checkpoint: damaged ones, lines, and a line that a crash cut short."""
         for newer in [path for path in self._checkpoints() if _round_of(path) > round]:
-            with durable.storage_errors("remove", newer):
-                shutil.rmtree(newer)
-        self._remove_unused_states()
+            durable.remove(newer)
+        self._remove_old()  # a kill between a save and this would leave them, where it was the last
         self._lines, self._line_bytes = hashlib.sha256(), 0
         for name in LINES:
             path = self.path / name
@@ -223,9 +221,12 @@ class RunFolder:
             "metrics": {"bytes": self._line_bytes, "sha256": self._lines.hexdigest()},
         }
         durable.create_folder(self._checkpoint(state.round), {**files, "manifest.json": _json(manifest)})
+        self._remove_old()
+
+    def _remove_old(self) -> None:
+        """Keep the last checkpoints, and the client states that they need."""
         for old in self._checkpoints()[:-KEPT]:
-            with durable.storage_errors("remove", old):
-                shutil.rmtree(old)
+            durable.remove(old)
         self._remove_unused_states()
 
     def _remove_unused_states(self) -> None:
@@ -316,8 +317,7 @@ class RunFolder:
     def sweep(self) -> None:
         """Remove what a crash in the middle of a save left behind."""
         for leftover in [*self.path.glob(".*.tmp"), *(self.path / "checkpoints").glob(".*.tmp")]:
-            with durable.storage_errors("remove", leftover):
-                shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
+            durable.remove(leftover)
         self._remove_unused_states()
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
