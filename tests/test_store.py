@@ -482,8 +482,9 @@ print(json.dumps(result), file=real)
 
 
 def test_a_crash_at_any_step_of_writing_is_survived(tmp_path: Path, tiny: Values) -> None:
-    """The process ends at once at every write, fsync, rename and removal of a run of three rounds, and now and then again at the
-    first rename of its recovery. What the user would call then ends in the same bits and leaves nothing over."""
+    """The process ends at once at every write, fsync, rename and removal of a run of three rounds, and now and then
+    again at the first rename of its recovery. What the user would call then ends in the same bits and leaves nothing
+    over."""
     (tmp_path / "e.toml").write_text(Experiment.parse(tiny(rounds=3)).to_toml())
     command = [sys.executable, "-c", CRASHES, str(tmp_path / "e.toml"), str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)

@@ -109,7 +109,7 @@ def fork_server(self: Any) -> None:
             with contextlib.suppress(OSError):
                 os.close(fd)
         with contextlib.suppress(SystemExit):
-            forkserver.main(listener.detach(), alive_r, [])
+            forkserver.main(listener.detach(), alive_r, ["redgrape.engines.fork_server"])
         os._exit(0)
     os.close(alive_r)
     listener.close()
@@ -220,15 +220,20 @@ def kill_at_random(job: dict[str, Any], quiet: Quiet) -> dict[str, Any]:
     """SIGKILL at a random instant, resume, SIGKILL ..., until it is finished; and again, until there were enough."""
     dice = random.Random(job["seed"])
     landed: Counter[str] = Counter()
-    result: dict[str, Any] = {"kills": 0, "runs": 0, "equal": 0, "orphans": 0, "wrong": [], "codes": []}
+    result: dict[str, Any] = {"kills": 0, "runs": 0, "equal": 0, "orphans": 0, "wrong": []}
+    expected = quiet.seconds  # follows how fast the machine is at the moment, so that kills keep landing
     while result["kills"] < job["kills"]:
         folder = quiet.root / f"run-{result['runs']}"
         log = folder.with_suffix(".log")
         code = None
         while code is None:
+            begun = time.monotonic()
             pid = start(call(job, folder, 2), log)
-            code = wait(pid, dice.uniform(0, quiet.seconds) if result["kills"] < job["kills"] else 10 * PATIENCE)
-            if code is None:
+            code = wait(pid, dice.uniform(0, expected) if result["kills"] < job["kills"] else 10 * PATIENCE)
+            if code is not None:
+                expected = (expected + time.monotonic() - begun) / 2
+            else:
+                expected *= 1.05
                 os.kill(pid, signal.SIGKILL)
                 stage = STAGES[SHARED[0]]
                 os.waitpid(pid, 0)

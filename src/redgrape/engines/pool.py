@@ -8,7 +8,6 @@ give the same bits. A client that costs three workers is given up for the round.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import ctypes
 import math
@@ -16,7 +15,6 @@ import multiprocessing
 import os
 import pickle
 import select
-import shutil
 import signal
 import sys
 import threading
@@ -26,9 +24,7 @@ import types
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
-from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import Any, NamedTuple, Self
 
@@ -283,7 +279,7 @@ def _context(preload: list[str]) -> Any:
     """A clean server process forks the workers where that exists: they start fast and inherit no threads."""
     if "forkserver" in multiprocessing.get_all_start_methods():
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["redgrape.engines.pool", *preload])
+        context.set_forkserver_preload(["redgrape.engines.fork_server", "redgrape.engines.pool", *preload])
         return context
     return multiprocessing.get_context("spawn")
 
@@ -341,6 +337,7 @@ def _serve(
 ) -> None:
     """A worker's life."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the coordinator's business
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the server has its own
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: do not outlive the parent
     threading.Thread(target=_end_with_coordinator, daemon=True).start()
@@ -387,17 +384,6 @@ def _end_with_coordinator() -> None:
     assert coordinator is not None
     coordinator.join()
     os._exit(1)
-
-
-@atexit.register
-def _remove_socket() -> None:
-    """The server process listens at a socket in a temporary folder of the coordinator, which cannot remove it when it
-    is killed. The server ends after it and does. This module is loaded by both."""
-    server: Any = forkserver._forkserver
-    address = getattr(server, "_forkserver_address", None)
-    is_server = getattr(server, "_forkserver_pid", None) is None
-    if is_server and isinstance(address, str) and (folder := Path(address).parent).name.startswith("pymp-"):
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _rows(scores: Tree) -> Iterator[tuple[torch.Tensor, float]]:

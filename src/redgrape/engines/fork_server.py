@@ -1,0 +1,39 @@
+"""Loaded by the server process that forks the workers, and by no other: it ends with the coordinator, come what may.
+
+It takes the workers with it, also one that hangs (see `PR_SET_PDEATHSIG` in pool.py), and the temporary folder of its
+socket, which the coordinator cannot remove when it is killed.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import os
+import shutil
+import signal
+import sys
+from multiprocessing import forkserver
+from pathlib import Path
+from typing import Any
+
+
+@atexit.register
+def _remove_socket() -> None:
+    server: Any = forkserver._forkserver
+    address = getattr(server, "_forkserver_address", None)
+    if isinstance(address, str) and (folder := Path(address).parent).name.startswith("pymp-"):
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+COORDINATOR = os.getppid()
+
+
+def _end(*_: object) -> None:
+    if os.getppid() != COORDINATOR:  # the signal also comes when a thread of it ends
+        _remove_socket()
+        os._exit(0)
+
+
+if sys.platform == "linux":
+    signal.signal(signal.SIGTERM, _end)
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG: when the parent ends
