@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -36,6 +37,9 @@ class StackedNet(Net):
                 if p is not None:
                     stacked = p.detach().expand(size, *p.shape).clone()
                     module._parameters[name] = nn.Parameter(stacked, p.requires_grad)
+        for module in plain.modules():
+            if type(module) is nn.Linear:
+                module.forward = partial(_linear, module)  # type: ignore[method-assign]
         self._size = size
         self._of_one = lambda parameters, x: functional_call(plain, parameters, (x,))
 
@@ -46,6 +50,12 @@ class StackedNet(Net):
             # A loss is the mean over the batches of all; each client's own is that of its own batch.
             z.register_hook(lambda gradient: gradient * self._size)
         return z
+
+
+def _linear(layer: nn.Linear, x: Tensor) -> Tensor:
+    """x W^T + b as (W x^T)^T + b: then the gradient of W lies in memory as W does, and is not copied once more."""
+    z = (layer.weight @ x.mT).mT
+    return z if layer.bias is None else z + layer.bias
 
 
 @dataclass(frozen=True)
