@@ -122,7 +122,7 @@ class Creff(FedAvg):
         return {"classes": classes, **mean}
 
     def update_like(self, server: Tree, site: ServerSite) -> Tree:
-        return {**super().update_like(server, site), "class_gradients": class_rows(server["psi"])}
+        return {**super().update_like(server, site), "class_gradients": class_rows(server["psi"], gradients=True)}
 
     def server_update(self, server: Tree, updates: Mapping[ClientId, Tree], site: ServerSite) -> Tree:
         averaged = self.averaged_model(self.broadcast(server)["model"], updates)

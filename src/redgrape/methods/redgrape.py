@@ -248,7 +248,7 @@ class RedGrape(FedAvg):
     def update_like(self, server: Tree, site: ServerSite) -> Tree:
         one = self._sent({name: g[:1] for name, g in server["prototypes"].items()})
         row = tree.unflatten({name: g[0] for name, g in tree.flatten(one).items()})
-        rows = class_rows(row, counted=self.prototype_weights == "count")
+        rows = class_rows(row, counted=self.prototype_weights == "count", gradients=True)
         like = {**super().update_like(server, site), "prototypes": rows}
         return like | ({"delta_W_hat": server["W_hat"]} if self.two_stream else {})
 
