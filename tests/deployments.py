@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+import tomllib
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import tomli_w
 
 from redgrape import Examples, Federation
-from redgrape.experiment import Experiment
+from redgrape.experiment import Experiment, put
 from redgrape.store import RunFolder
 from redgrape.training import Training
 
@@ -70,11 +73,11 @@ class Federated:
 class Running:
     """A command of redgrape's in a process group of its own."""
 
-    def __init__(self, *words: object, log: Path, **env: str) -> None:
+    def __init__(self, *words: object, log: Path, program: Sequence[str] = ("-m", "redgrape"), **env: str) -> None:
         self.log = log
         with log.open("wb") as file:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "redgrape", *map(str, words)],
+                [sys.executable, *program, *map(str, words)],
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
@@ -104,10 +107,25 @@ class Running:
 
 
 def family(root: int) -> list[int]:
-    """The processes that this one has started, directly or not."""
-    from redgrape.flower.processes import descendants
-
-    return sorted(descendants(root))
+    """The processes that this one has started, directly or not: also those that have lost their parent."""
+    children: dict[int, list[int]] = {}
+    marks: dict[int, bytes] = {}
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            children.setdefault(int((entry / "stat").read_text().rpartition(")")[2].split()[1]), []).append(
+                int(entry.name)
+            )
+            found = re.search(rb"REDGRAPE_OWNED=\w+", (entry / "environ").read_bytes())
+            marks[int(entry.name)] = found.group() if found else b""
+        except OSError:
+            continue
+    family, waiting = set(), [root]
+    while waiting:
+        new = [pid for pid in children.get(waiting.pop(), []) if pid not in family]
+        family.update(new)
+        waiting += new
+    own = {marks.get(pid, b"") for pid in family} - {b""}
+    return sorted(family | {pid for pid, mark in marks.items() if mark in own})
 
 
 def still_there(folder: Path) -> list[str]:
@@ -160,6 +178,20 @@ class Local:
         words = ["deploy", "site", self.path / "sites" / name, "--data", self.federated.data(name)]
         self.sites[name] = Running(*words, log=self.logs / f"{name}.log", **env)
         return self.sites[name]
+
+    def start_liar(self, name: str, lie: str) -> Running:
+        words = ["site", self.path / "sites" / name, "--data", self.federated.data(name)]
+        program = [str(Path(__file__).with_name("deploy_liar.py"))]
+        self.sites[name] = Running(*words, log=self.logs / f"{name}.log", program=program, REDGRAPE_TEST_LIE=lie)
+        return self.sites[name]
+
+    def set(self, **changes: object) -> None:
+        """Change settings of deploy.toml, such as deadlines__round=5."""
+        path = self.path / "deploy.toml"
+        values = tomllib.loads(path.read_text())
+        for key, value in changes.items():
+            put(values, key.replace("__", "."), value)
+        path.write_text(tomli_w.dumps(values))
 
     def start(self) -> Local:
         self.start_server()

@@ -144,9 +144,13 @@ class Method(LocalTraining, ABC):
     def broadcast(self, server: Tree) -> Tree:
         """What every client of a round receives."""
 
+    def asks_first(self) -> bool:
+        """Whether clients are asked for a `request` before a round, which costs a way there and back."""
+        return type(self).message is not Method.message
+
     def request(self, site: ClientSite) -> Tree:
         """What a client tells the server in a round it is sampled for, so that the server can make a message for it
-        alone. Asked only where `message` is defined."""
+        alone. Asked only where `asks_first` says so."""
         return {}
 
     def message(self, server: Tree, request: Tree, site: ServerSite) -> Tree:

@@ -215,7 +215,7 @@ class _Tasks(Mapping[ClientId, Task]):
     ) -> None:
         self._method, self._state, self._sampled, self._site = method, state, sampled, site
         self._requests: Mapping[ClientId, Tree] = {}
-        if type(method).message is not Method.message:
+        if method.asks_first():
             self._requests = dict(engine.requests(sampled, site.round))
         self.message_bytes: dict[ClientId, int] = {}
 

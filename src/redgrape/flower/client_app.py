@@ -17,14 +17,12 @@ from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 
 from redgrape.flower import wire
+from redgrape.flower.processes import DEPLOYMENT, SIMULATED_DATA, SOCKET
 from redgrape.flower.wire import Header
 
 if TYPE_CHECKING:
     from redgrape.flower.site import Site
 
-SOCKET = "REDGRAPE_SITE_SOCKET"  # where the resident process listens
-SIMULATION = "REDGRAPE_SIMULATION"  # a deployment's folder whose sites are all simulated here
-SIMULATION_DATA = "REDGRAPE_SIMULATION_DATA"
 EXTRA = 30.0  # seconds beyond the deadline that the resident process itself keeps
 
 app = ClientApp()
@@ -61,7 +59,7 @@ def _simulated(index: int) -> Site:
     from redgrape.flower.folder import Deployment, SiteFolder
     from redgrape.flower.site import Site
 
-    deployment, data = Deployment(Path(os.environ[SIMULATION])), Path(os.environ[SIMULATION_DATA])
+    deployment, data = Deployment(Path(os.environ[DEPLOYMENT])), Path(os.environ[SIMULATED_DATA])
     name = deployment.options.sites[index]
     folder = SiteFolder(deployment.site(name))
     path = data / name if (data / name).is_dir() else data / f"{name}.npz"

@@ -84,7 +84,11 @@ class FlowerEngine:
         common = tree.to_bytes(broadcast)
         questions: dict[ClientId, tuple[Header, Mapping[str, bytes]]] = {}
         for k in tasks:
-            task = tasks[k]
+            try:
+                task = tasks[k]
+            except UpdateRejected as reason:  # of what the client asked for
+                yield k, Lost(f"site '{self._name(k)}': {reason}")
+                continue
             header: Header = {"round": round, "reach": self._reach}
             if task.state is not None:
                 header["state"] = int(task.state["round"])
@@ -96,8 +100,13 @@ class FlowerEngine:
     def requests(self, clients: Sequence[ClientId], round: int) -> Iterator[tuple[ClientId, Tree]]:
         questions: dict[ClientId, Any] = {k: ({"round": round}, {}) for k in clients}
         for k, reply in self._ask("request", questions, self._options.deadlines.evaluate, self._fewest):
-            if not isinstance(reply, Lost):
+            if isinstance(reply, Lost):
+                self._say(f"asked before round {round}: {reply.reason}")
+                continue
+            try:
                 yield k, _checked(reply, "request")
+            except UpdateRejected as reason:
+                self._say(f"what site '{self._name(k)}' asks for in round {round} is not taken: {reason}")
 
     def survey(self, clients: Sequence[ClientId]) -> Iterator[Tree]:
         """All of them must answer: a sum over fewer would be of another federation."""
@@ -107,7 +116,12 @@ class FlowerEngine:
             reply = replies[k]
             if isinstance(reply, Lost):
                 raise TooFewClients(f"the survey before the first round needs all sites: {reply.reason}")
-            yield _checked(reply, "survey")
+            try:
+                yield _checked(reply, "survey")
+            except UpdateRejected as reason:
+                raise TooFewClients(
+                    f"what site '{self._name(k)}' answers to the survey is not taken: {reason}"
+                ) from reason
 
     def evaluate(self, model: Tensors, split: Split) -> Scores:
         if not self._federation.evaluated_elsewhere:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import ipaddress
 import os
 import re
+import tomllib
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
 
@@ -22,8 +23,7 @@ import tomli_w
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from redgrape.errors import ConfigError
-from redgrape.experiment import read_toml
-from redgrape.validation import one_line
+from redgrape.validation import one_line, short
 
 _STRICT = ConfigDict(frozen=True, strict=True, extra="forbid")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,39}")
@@ -80,7 +80,12 @@ class _Described(BaseModel):
 
     @classmethod
     def read(cls: type[_Folder], path: Path) -> _Folder:
-        values = read_toml(path)
+        try:
+            values = tomllib.loads(path.read_text(encoding="utf-8-sig"))
+        except OSError as error:
+            raise ConfigError(f"cannot read '{path}': {error.strerror}") from error
+        except (ValueError, RecursionError) as error:
+            raise ConfigError(short(f"'{path}' is not valid TOML: {error}")) from error
         try:
             return cls.model_validate(values)
         except ValidationError as error:

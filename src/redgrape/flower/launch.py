@@ -11,8 +11,10 @@ Three things cannot be set by their options, and are set here where this version
 from __future__ import annotations
 
 import json
+import signal
 import sys
 import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -66,6 +68,13 @@ def supernode() -> None:
     flower_supernode()
 
 
+def clientapps() -> None:
+    from redgrape.flower import warm
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the business of who started it
+    warm.serve(Path(sys.argv[1]))
+
+
 def commands() -> None:
     """Several `flwr` commands in one process, which takes seconds to start: lists of words from standard input; what
     each has printed, with END after it."""
@@ -82,4 +91,4 @@ def commands() -> None:
 if __name__ == "__main__":
     end_with_parent()
     role = sys.argv.pop(1)
-    {"superlink": superlink, "supernode": supernode, "commands": commands}[role]()
+    {"superlink": superlink, "supernode": supernode, "clientapps": clientapps, "commands": commands}[role]()

@@ -19,9 +19,8 @@ from flwr.serverapp import Grid, ServerApp
 from redgrape.errors import ConfigError, RedgrapeError
 from redgrape.flower.deployed_run import DeployedRun
 from redgrape.flower.folder import Deployment
+from redgrape.flower.processes import DEPLOYMENT
 from redgrape.store import RunFolder
-
-DEPLOYMENT = "REDGRAPE_DEPLOYMENT"  # the server's folder; not told to the sites, as the app's settings would be
 
 app = ServerApp()
 

@@ -13,8 +13,7 @@ from redgrape.errors import BusyError, ConfigError, RedgrapeError
 from redgrape.flower import certificates
 from redgrape.flower.folder import Deployment
 from redgrape.flower.link import START_DEADLINE, Link, wait_until
-from redgrape.flower.processes import Owned, adopt_orphans, environment, require_flower
-from redgrape.flower.server_app import DEPLOYMENT
+from redgrape.flower.processes import DEPLOYMENT, Owned, environment, require_flower
 
 RESTARTS = 5  # in a row, after which it is given up
 STEADY = 60.0  # seconds after which a start counts as one that went well
@@ -31,7 +30,6 @@ class Server:
     def start(self, **more: str) -> None:
         """Returns when it answers and knows the sites' keys."""
         require_flower()
-        adopt_orphans()
         options, server = self._deployment.options, self._deployment.server
         check_port(options.bind, options.port)
         self.link.write_connection()

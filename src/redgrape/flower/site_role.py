@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import ssl
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from redgrape.errors import BusyError, ConfigError, DataError, RedgrapeError, StorageError
-from redgrape.flower import certificates
-from redgrape.flower.client_app import SOCKET
+from redgrape.flower import certificates, warm
 from redgrape.flower.folder import SiteFolder
-from redgrape.flower.processes import Owned, adopt_orphans, environment, require_flower
+from redgrape.flower.processes import POLL, SOCKET, Owned, environment, require_flower
 
 START_DEADLINE = 600.0  # seconds for the data to be read and checked
 CONNECT_DEADLINE = 20.0
@@ -25,20 +25,26 @@ AGAIN = 3.0
 
 
 class SiteRole:
+    resident: Sequence[str] = (sys.executable, "-m", "redgrape.flower.resident")
+    node: Sequence[str] = (sys.executable, "-m", "redgrape.flower.launch", "supernode")
+    forks = True  # whether processes for messages are forked (warm.py)
+    poll = POLL
+
     def __init__(self, folder: SiteFolder, data: Path, say: Callable[[str], None]) -> None:
         self._folder, self._data, self._say = folder, data.resolve(), say
         self._sockets = tempfile.TemporaryDirectory(prefix="redgrape-site-")  # a socket's path must be short
         self._resident: Owned | None = None
+        self._warm: Owned | None = None
         self._node: Owned | None = None
 
     def start(self) -> dict[str, Any]:
         """Read and check the data, then connect; what the site holds, for its own eyes."""
         require_flower()
-        adopt_orphans()
         if not self._folder.options.plain:
             certificates.check_private(self._folder.key)
             certificates.days_left(self._folder.authority)
         facts = self._start_resident()
+        self._start_warm()
         self._await_server()
         self._start_node()
         return facts
@@ -46,7 +52,7 @@ class SiteRole:
     def _start_resident(self) -> dict[str, Any]:
         log = self._folder.path / "resident.log"
         log.unlink(missing_ok=True)
-        command = [sys.executable, "-m", "redgrape.flower.resident", str(self._folder.path), "--data", str(self._data)]
+        command = [*self.resident, str(self._folder.path), "--data", str(self._data)]
         env = environment(self._folder.flower_home)
         self._resident = Owned([*command, "--socket", self._socket], env, log)
         ends = time.monotonic() + START_DEADLINE
@@ -63,6 +69,22 @@ class SiteRole:
             time.sleep(0.1)
         raise RedgrapeError(f"the data was not read within {START_DEADLINE:g} seconds; see {log}")
 
+    def _start_warm(self) -> None:
+        """Not waited for: as long as it does not answer, Flower's own command is run."""
+        if not self.forks:
+            return
+        scripts = Path(self._sockets.name) / "bin"
+        scripts.mkdir(exist_ok=True)
+        listens_at = Path(self._sockets.name) / "warm"
+        listens_at.unlink(missing_ok=True)
+        warm.write_script(scripts, listens_at)
+        command = [sys.executable, "-m", "redgrape.flower.launch", "clientapps", str(listens_at)]
+        self._warm = Owned(command, self._environment(), self._folder.path / "clientapp.log")
+
+    def _environment(self) -> dict[str, str]:
+        env = environment(self._folder.flower_home, self.poll, **{SOCKET: self._socket})
+        return env | {"PATH": f"{self._sockets.name}/bin{os.pathsep}{env['PATH']}"}
+
     @property
     def _socket(self) -> str:
         return str(Path(self._sockets.name) / "socket")
@@ -78,7 +100,7 @@ class SiteRole:
 
     def _start_node(self) -> None:
         options, log = self._folder.options, self._folder.path / "supernode.log"
-        command = [sys.executable, "-m", "redgrape.flower.launch", "supernode", "--superlink", options.server]
+        command = [*self.node, "--superlink", options.server]
         command += ["--host", "127.0.0.1", "--port", str(_free_port()), "--max-wait-time", str(CONNECT_DEADLINE)]
         command += ["--node-config", f"partition-id={options.index} num-partitions={options.sites}"]
         if options.plain:
@@ -88,7 +110,7 @@ class SiteRole:
             command += ["--auth-supernode-private-key", str(self._folder.key)]
         self._folder.flower_home.mkdir(mode=0o700, exist_ok=True)
         log.unlink(missing_ok=True)
-        self._node = Owned(command, environment(self._folder.flower_home, **{SOCKET: self._socket}), log)
+        self._node = Owned(command, self._environment(), log)
 
     def watch(self, until: Callable[[], bool] = lambda: False) -> None:
         """Until it is interrupted. What has ended is started again, as long as the server does not refuse this site."""
@@ -100,6 +122,9 @@ class SiteRole:
                 self._say("the site's process has ended; starting it again")
                 self._resident.stop()
                 self._start_resident()
+            if self._warm is not None and self._warm.code() is not None:
+                self._warm.stop()
+                self._start_warm()
             if self._node.code() is not None:
                 said = self._node.last_words()
                 self._node.stop()
@@ -116,7 +141,7 @@ class SiteRole:
                 time.sleep(AGAIN)
                 self._await_server()
                 self._start_node()
-            elif "SuperNode ID" in self._node.last_words(200):
+            elif "SuperNode ID" in self._node.last_words():
                 refused_since = None
             time.sleep(0.5)
 
@@ -124,7 +149,7 @@ class SiteRole:
         return self._node is not None and self._node.code() is None and b"SuperNode ID" in self._node.log.read_bytes()
 
     def stop(self) -> None:
-        for owned in (self._node, self._resident):
+        for owned in (self._node, self._warm, self._resident):
             if owned is not None:
                 owned.stop()
         self._sockets.cleanup()

@@ -36,7 +36,7 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from redgrape import tree
-from redgrape.acceptance import class_rows
+from redgrape.acceptance import UpdateRejected, class_rows
 from redgrape.aggregation import client_report, sample_weights
 from redgrape.class_sampling import at_most
 from redgrape.classifier_gradients import per_class, summed_gradient
@@ -173,6 +173,9 @@ class RedGrape(FedAvg):
             sent["prototypes"] = self._sent(server["prototypes"])
         return sent | ({"W_hat": server["W_hat"]} if self.two_stream else {})
 
+    def asks_first(self) -> bool:
+        return self.prototype_message == "sum"
+
     def request(self, site: ClientSite) -> Tree:
         return {"missing": ~self.real_classes(site)} if self.prototype_message == "sum" else {}
 
@@ -180,7 +183,10 @@ class RedGrape(FedAvg):
         """The sum that the client would make of the table, by the same arithmetic on the same bits."""
         if self.prototype_message == "table":
             return {}
-        classes = self._usable(server) & request["missing"]
+        missing, usable = request.get("missing"), self._usable(server)
+        if not isinstance(missing, Tensor) or missing.dtype != torch.bool or missing.shape != usable.shape:
+            raise UpdateRejected(f"what it asks for is not a mask of the {len(usable)} classes")
+        classes = usable & missing
         dtype = server["model"]["classifier.weight"].dtype
         return {"prototype_sum": self.form.sum(server["prototypes"], classes, dtype)}
 
