@@ -32,7 +32,7 @@ SIMULATED_DATA = "REDGRAPE_SIMULATED_DATA"  # the data of all sites, where they 
 POLL = 0.2  # seconds between two looks of Flower for work
 
 
-def environment(flower_home: Path, poll: float = POLL, **more: str) -> dict[str, str]:
+def environment(flower_home: Path, more: Mapping[str, str] | None = None, poll: float = POLL) -> dict[str, str]:
     """For Flower's processes: no telemetry, no update check, no installation; their commands from this Python."""
     here = str(Path(sys.executable).parent)
     passed = {name: value for name, value in os.environ.items() if not name.startswith("FLWR_")}
@@ -42,7 +42,7 @@ def environment(flower_home: Path, poll: float = POLL, **more: str) -> dict[str,
         "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": str(poll),
         "PYTHONUNBUFFERED": "1",
     }
-    return passed | own | OFF | more
+    return {**passed, **own, **OFF, **(more or {})}
 
 
 def require_flower() -> None:

@@ -42,7 +42,7 @@ class Server:
             self._check_certificates()
             command += ["--ssl-ca-certfile", str(server / "ca.crt"), "--ssl-certfile", str(server / "server.crt")]
             command += ["--ssl-keyfile", str(server / "server.key"), "--enable-supernode-auth"]
-        env = environment(self._deployment.flower_home, **{DEPLOYMENT: str(self._deployment.path)}, **more)
+        env = environment(self._deployment.flower_home, {DEPLOYMENT: str(self._deployment.path), **more})
         log = server / "superlink.log"
         log.unlink(missing_ok=True)
         self._owned = Owned(command, env, log)

@@ -82,7 +82,7 @@ class SiteRole:
         self._warm = Owned(command, self._environment(), self._folder.path / "clientapp.log")
 
     def _environment(self) -> dict[str, str]:
-        env = environment(self._folder.flower_home, self.poll, **{SOCKET: self._socket})
+        env = environment(self._folder.flower_home, {SOCKET: self._socket}, self.poll)
         return env | {"PATH": f"{self._sockets.name}/bin{os.pathsep}{env['PATH']}"}
 
     @property
