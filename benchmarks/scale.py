@@ -6,8 +6,9 @@
 
 The data are random vectors or images: nothing is measured that depends on what they show. The run is `redgrape run` in
 a process of its own, with its workers, and is watched from outside at the end of every round: the resident memory of
-all its processes (what they share counts once), the part of it that they allocated (the rest is the data set, which
-lies in memory once and is counted as its pages are first touched, and program code), and their open files.
+all its processes (what they share counts once) and their open files. Of the memory, one part was allocated; one is what
+processes hand to each other, which goes up and down with the share of a round that each worker takes; the rest is
+program code and the data set, which lies in memory once and is counted as its pages are first touched.
 """
 
 from __future__ import annotations
@@ -97,7 +98,7 @@ def watch(options: argparse.Namespace, folder: Path) -> list[dict[str, float]]:
 
 def figures(pid: int) -> dict[str, float]:
     """Of the process and all its children, as far as they live: bytes, and counts of open files."""
-    resident = allocated = files = 0
+    resident = allocated = shared = files = 0
     for p in [pid, *children(pid)]:
         try:
             fields = dict(line.split(":", 1) for line in Path(f"/proc/{p}/smaps_rollup").read_text().splitlines()[1:])
@@ -105,9 +106,10 @@ def figures(pid: int) -> dict[str, float]:
             resident += values["Pss"]  # what is shared counts once over all
             files += sum(1 for _ in Path(f"/proc/{p}/fd").iterdir())
             allocated += values["Pss_Anon"]
+            shared += values["Pss_Shmem"]
         except (FileNotFoundError, ProcessLookupError, PermissionError):
             continue
-    return {"resident": resident, "allocated": allocated, "files": files}
+    return {"resident": resident, "allocated": allocated, "shared": shared, "files": files}
 
 
 def children(pid: int) -> list[int]:
@@ -132,10 +134,13 @@ def report(options: argparse.Namespace, rows: list[dict[str, float]]) -> None:
     print("| figure | value |\n|---|---|")
     print(f"| start-up, until the first round begins | {rows[0]['before_first_round']:.1f} s |")
     print(f"| a round (median) | {statistics.median(row['train'] for row in rows):.2f} s |")
-    for name, what in (("resident", "resident memory"), ("allocated", "of it allocated")):
-        print(f"| {what}, highest | {max(row[name] for row in rows) / 2**20:.0f} MB |")
+    print(f"| resident memory, highest | {max(row['resident'] for row in rows) / 2**20:.0f} MB |")
+    halves = after[: len(after) // 2], after[len(after) // 2 :]
+    for name, what in (("allocated", "allocated"), ("shared", "shared between the processes")):
+        highest = " and ".join(f"{max(row[name] for row in half) / 2**20:.1f}" for half in halves if half)
+        print(f"| of it {what}, highest in the two halves after round {options.rounds // 4} | {highest} MB |")
         if len(after) > 10:
-            print(f"| its growth in 100 rounds, after {options.rounds // 4} | {slope(name) * 100 / 2**20:+.2f} MB |")
+            print(f"| growth of what is {what} in 100 rounds | {slope(name) * 100 / 2**20:+.2f} MB |")
     print(
         f"| open files, lowest and highest | {min(r['files'] for r in rows):.0f}, {max(r['files'] for r in rows):.0f} |"
     )

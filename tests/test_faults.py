@@ -106,6 +106,20 @@ def test_a_run_that_is_killed_at_any_instant_ends_in_the_same_bits(tmp_path: Pat
     assert sum(count > 0 for count in result["stages"].values()) >= 2
 
 
+@linux
+def test_a_temporary_folder_whose_name_is_too_long_for_a_socket(tmp_path: Path) -> None:
+    temporary = tmp_path / ("t" * 100)
+    temporary.mkdir()
+    (tmp_path / "e.toml").write_text(Experiment.parse(VICTIM).to_toml())
+    call = [sys.executable, "-m", "redgrape", "run", str(tmp_path / "e.toml"), "--out", str(tmp_path / "run")]
+    environment = {**os.environ, "TMPDIR": str(temporary)}
+    done = subprocess.run([*call, "--workers", "2"], env=environment, capture_output=True, text=True, timeout=100)
+    line = one_line(SimpleNamespace(code=done.returncode, err=done.stderr, lines=done.stderr.splitlines()), code=2)
+    assert str(temporary) in line
+    assert "TMPDIR" in line
+    assert not (tmp_path / "run").exists()
+
+
 SIGNALS = [
     (stage, number, count, workers)
     for stage in ("reading data", "starting workers", "training", "evaluating", "writing checkpoint", "writing summary")

@@ -70,6 +70,23 @@ def test_letters_stay_below_the_limit_until_the_box_is_cleared() -> None:
     reader.close()
 
 
+def test_a_box_keeps_the_memory_used_of_late_not_the_most_ever_used() -> None:
+    writer = Mailbox(1 << 20)
+    reader = Mailbox(1 << 20, os.dup(writer._fd))
+    kept = []
+    for size in (50_000, 10_000, 100, 20_000, 100, 100, 100, 100, 30_000):
+        for i in range(3):
+            letter = {**letter_of(size), "number": torch.tensor(i)}
+            assert tree.equal(reader.read(writer.write(letter)), letter)
+        writer.clear()
+        kept.append(os.fstat(writer._fd).st_size)
+    others = 3 * 64 * 4  # the tensors that are not as long
+    largest_of_four = (50_000, 50_000, 50_000, 50_000, 20_000, 20_000, 20_000, 100, 30_000)
+    assert kept == [others + 3 * 64 * -(-4 * size // 64) for size in largest_of_four]
+    writer.close()
+    reader.close()
+
+
 def test_where_no_descriptor_can_be_passed_the_tensors_themselves_go(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared_memory, "_HAS_FD_PASSING", False)
     box = Mailbox()

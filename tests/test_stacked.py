@@ -14,6 +14,7 @@ from torch import nn
 from redgrape import cli, methods, tree
 from redgrape.data.examples import Examples
 from redgrape.data.federation import Federation
+from redgrape.engines.stacked import StackedNet
 from redgrape.errors import ConfigError
 from redgrape.method import Method
 from redgrape.methods.fedavg import FedAvg
@@ -72,6 +73,40 @@ def test_stacked_clients_agree_with_single_ones_to_rounding(name: str, optimizer
         assert max(float((mine[n] - other[n]).abs().max()) for n in other) < 1e-13
     assert stacked.record["train_loss"] == pytest.approx(alone.record["train_loss"], rel=1e-12)
     assert stacked.record["bytes_up"] == alone.record["bytes_up"]
+
+
+class Chain(nn.Module):
+    """A module whose forward could do anything."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = small().encoder
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x) + 0.0  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_chain_of_known_layers_and_any_other_net_agree(bias: bool) -> None:
+    """Layer after layer for the one, vmap for the other."""
+
+    def of(encoder: nn.Module) -> Net:
+        torch.manual_seed(4)
+        return Net(encoder, nn.Linear(4, C, bias=bias)).double()
+
+    chain, other = (StackedNet(of(e), of(e), 3) for e in (small().encoder, Chain()))
+    assert chain._layers is not None
+    assert other._layers is None
+    x = torch.randn(6, 6, dtype=torch.float64)
+    outputs = [net(x) for net in (chain, other)]
+    for z in outputs:
+        z.square().sum().backward()
+    assert torch.allclose(outputs[0], outputs[1], rtol=0, atol=1e-14)
+    for p, q in zip(chain.parameters(), other.parameters(), strict=True):
+        assert p.grad is not None
+        assert q.grad is not None
+        assert torch.allclose(p.grad, q.grad, rtol=0, atol=1e-13)
+        assert p.grad.is_contiguous()
 
 
 def test_stacks_do_not_depend_on_the_workers() -> None:

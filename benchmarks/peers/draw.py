@@ -38,7 +38,7 @@ def main() -> None:
         )
         if run["setting"] == "overhead":  # nothing is evaluated there but once at the end
             evaluate = [0.0] * len(names)
-        colours = ["#8a1538" if name == "redgrape" else "#8d99a6" for name in names]
+        colours = ["#8a1538" if name.startswith("redgrape") else "#8d99a6" for name in names]
         axis.barh(names, train, color=colours, label="training")
         axis.barh(names, evaluate, left=train, color=colours, alpha=0.45, label="evaluation")
         for i, (a, b) in enumerate(zip(train, evaluate, strict=True)):

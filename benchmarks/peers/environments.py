@@ -22,6 +22,7 @@ class Contestant:
     package: str | None = None  # the peer, pinned; None: it runs where redgrape is installed
     requirements: Sequence[str] | None = None  # what the peer imports, where its own requirements would break torch
     environ: Mapping[str, str] = field(default_factory=dict)
+    stack: int = 1  # clients that redgrape trains as one
 
     def python(self, environments: Path) -> Path:
         return (
@@ -55,6 +56,7 @@ def contestants(cores: int) -> dict[str, Contestant]:
         ),
         "pfl": Contestant("pfl-research", "pfl_research.py", [(1, 1), *both], "pfl==0.6.0"),
         "redgrape": Contestant("redgrape", "redgrape_training.py", [(cores, 1)]),
+        "stacked": Contestant("redgrape, stack 25", "redgrape_training.py", [(cores, 1)], stack=25),
     }
 
 

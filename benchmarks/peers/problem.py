@@ -39,6 +39,7 @@ class Task:
     share: float = 1.0  # of each client's examples and of the test set
     lr: float = 0.01
     momentum: float = 0.9
+    stack: int = 1  # clients trained as one
 
     @classmethod
     def from_command_line(cls) -> Task:

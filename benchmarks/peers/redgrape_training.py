@@ -34,6 +34,7 @@ def main() -> None:
         clients_per_round=task.clients_per_round,
         seed=task.seed,
         workers=task.processes,
+        stack=task.stack,
         evaluate_every=1 if task.evaluate else task.rounds,
     ) as training:
         for step in training.steps(model=weights(task.folder, task.net)):

@@ -55,11 +55,12 @@ class Setting:
 
 
 ALL = ("naive", "flower", "fedlab", "pfl", "redgrape")
+STACKED = (*ALL, "stacked")
 SETTINGS = {
     "compute": Setting(["cnn"], ALL, 64, 10, True, rounds=3, trial=0.25, tolerance=0.02),
     # 20 examples in batches of 4 are 5 steps. The time of a step does not depend on lr; 0.1 shows in a few rounds
     # whether a contestant learns.
-    "overhead": Setting(["mlp", "linear"], ALL, 4, 100, False, rounds=5, trial=1.0, tolerance=0.05, lr=0.1),
+    "overhead": Setting(["mlp", "linear"], STACKED, 4, 100, False, rounds=5, trial=1.0, tolerance=0.05, lr=0.1),
     "resnet56": Setting(["resnet56"], ["redgrape"], 64, 4, False, rounds=2, trial=1.0, tolerance=1.0),
 }
 
@@ -113,7 +114,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--epochs", type=int, default=1, help="local epochs of a round")
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--rounds", type=int, help="timed rounds of each process; default: by setting and epochs")
-    parser.add_argument("--peers", help=f"comma-separated, of {','.join(ALL)}; default: all")
+    parser.add_argument("--peers", help=f"comma-separated, of {','.join(STACKED)}; default: all")
     parser.add_argument("--data-root", type=Path, help="where the data lies, as for redgrape's own commands")
     parser.add_argument("--environments", type=Path, default=Path("~/.cache/redgrape-peers"))
     parser.add_argument("--out", type=Path, help="JSON file for everything measured")
@@ -121,8 +122,8 @@ def _options() -> argparse.Namespace:
         "--quick", action="store_true", help="one repetition on little data, no trials: does it all run?"
     )
     options = parser.parse_args()
-    if unknown := set(filter(None, (options.peers or "").split(","))) - set(ALL):
-        parser.error(f"unknown peers {', '.join(sorted(unknown))}; choose from {', '.join(ALL)}")
+    if unknown := set(filter(None, (options.peers or "").split(","))) - set(STACKED):
+        parser.error(f"unknown peers {', '.join(sorted(unknown))}; choose from {', '.join(STACKED)}")
     options.environments = options.environments.expanduser().absolute()
     if options.quick:
         options.repetitions, options.rounds = 1, 1
@@ -151,7 +152,7 @@ def race(
             trials[c.name] = [] if options.quick else try_setups(c, task, setting, options.environments)
             fastest = min(trials[c.name], key=lambda trial: trial["seconds"] or float("inf"), default=None)
             processes, threads = (fastest["processes"], fastest["threads"]) if fastest else c.setups[-1]
-            starters.append((c, replace(task, processes=processes, threads=threads)))
+            starters.append((c, replace(task, processes=processes, threads=threads, stack=c.stack)))
     reports: dict[str, list[Rounds]] = {c.name: [] for c, _ in starters}
     busy: list[float] = []
     peaks: list[float] = []
@@ -319,7 +320,7 @@ class Figure:
 
 
 def table(measured: dict[str, Any], task: Task, setting: Setting, failures: dict[str, str]) -> str:
-    """Markdown: a row for each contestant, then redgrape against the best of the others."""
+    """Markdown: a row for each contestant, then redgrape against the others, the fastest first."""
     rows = measured["rows"]
 
     def figures(of: Callable[[dict[str, Any]], float]) -> dict[str, Figure]:
@@ -334,6 +335,7 @@ def table(measured: dict[str, Any], task: Task, setting: Setting, failures: dict
     bar = statistics.median(accuracy.values()) - setting.tolerance if accuracy else 0.0
     void = [name for name in rows if accuracy[name] < bar]
     naive = "naive PyTorch loop"
+    own = [name for name in rows if name.startswith("redgrape")]
     peak = statistics.median(measured["sgemm"])
     per_sample = training_flop(task.net, np.load(Path(task.folder) / "train_x.npy", mmap_mode="r").shape[1:]) / 1e9
     of_peak = {name: 100 * measured["samples"] * per_sample / f.median / peak for name, f in train.items()}
@@ -368,12 +370,10 @@ def table(measured: dict[str, Any], task: Task, setting: Setting, failures: dict
         f"Accuracy is that after round {task.rounds}; a row more than {setting.tolerance} below the median is void.",
     ]
     for measure, figure in measures.items():
-        others = [name for name in rows if name not in (*void, "redgrape")]
-        if "redgrape" in rows and others:
-            best = min(others, key=lambda name: figure[name].median)
-            lines.append(
-                f"{measure}: redgrape is {figure[best].over(figure['redgrape']):.2f} x {best}, the best other."
-            )
+        others = sorted((name for name in rows if name not in (*void, *own)), key=lambda name: figure[name].median)
+        for name in own:
+            ratios = [f"{figure[other].over(figure[name]):.2f} x {other}" for other in others]
+            lines += [f"{measure}: {name} is {', '.join(ratios)}."] if ratios else []
     if max(measured["busy"], default=0.0) > BUSY:
         lines.append(
             f"Others used up to {100 * max(measured['busy']):.0f} % of the machine: these figures do not count."

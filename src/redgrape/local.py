@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -69,10 +69,8 @@ class LocalTraining(BaseModel):
     def batches(self, site: ClientSite, net: Net) -> Iterator[tuple[Tensor, Tensor]]:
         """Shuffled mini-batches of the client's data, `epochs` times over; of a stack of clients, all their batches
         one after another."""
-        if members := site.members:
-            for batches in zip(*(self.batches(member, net) for member in members), strict=True):
-                x, y = zip(*batches, strict=True)
-                yield torch.cat(x), torch.cat(y)
+        if site.members:
+            yield from self._batches_of_all(site.members, net)
             return
         dtype = net.classifier.weight.dtype
         data = site.data.converted(dtype)  # once a round instead of in every epoch
@@ -83,6 +81,23 @@ class LocalTraining(BaseModel):
             order = torch.randperm(len(labels), generator=shuffle)
             for rows in self._cut(order, has_batchnorm):
                 yield place(data.inputs(rows, dtype, augment), site.device), labels[rows].to(site.device)
+
+    def _batches_of_all(self, members: Sequence[ClientSite], net: Net) -> Iterator[tuple[Tensor, Tensor]]:
+        dtype = net.classifier.weight.dtype
+        data = [member.data.converted(dtype) for member in members]
+        if any(d.augment != NO_AUGMENTATION or d.rows is not None or d.x.dtype != dtype for d in data):
+            for batches in zip(*(self.batches(member, net) for member in members), strict=True):
+                x, y = zip(*batches, strict=True)
+                yield torch.cat(x), torch.cat(y)
+            return
+        inputs, labels = torch.stack([d.x for d in data]), torch.stack([d.y for d in data])
+        device = members[0].device
+        each = torch.arange(len(members)).unsqueeze(1)
+        shuffles = [member.generator("batches") for member in members]
+        for _ in range(self.epochs):
+            orders = torch.stack([torch.randperm(labels.shape[1], generator=shuffle) for shuffle in shuffles])
+            for rows in orders.split(self.batch_size, dim=1):
+                yield place(inputs[each, rows].flatten(0, 1), device), labels[each, rows].flatten().to(device)
 
     def steps(self, examples: int) -> int:
         """Local steps of a round on so many examples."""

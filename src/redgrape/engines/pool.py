@@ -17,6 +17,7 @@ import pickle
 import select
 import signal
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -73,7 +74,15 @@ class Pool:
             target=_serve, args=(theirs, inbox, outbox, *job), daemon=True, name="redgrape-worker"
         )
         with _uninterrupted(), contextlib.nullcontext() if self._needs_main else _without_main():
-            process.start()
+            try:
+                process.start()
+            except OSError as error:
+                if "path too long" in str(error):  # of the socket at which the server process listens
+                    raise ConfigError(
+                        f"the name of the folder for temporary files is too long ('{tempfile.gettempdir()}'); "
+                        "set TMPDIR to a shorter one, or use --workers 1"
+                    ) from error
+                raise
         theirs.close()
         return _Worker(process, ours, inbox, outbox)
 

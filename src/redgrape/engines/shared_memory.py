@@ -10,6 +10,7 @@ import math
 import mmap
 import os
 import tempfile
+from collections import deque
 from dataclasses import dataclass
 from multiprocessing import reduction
 from typing import Any
@@ -55,6 +56,8 @@ class Mailbox:
     def __init__(self, limit: int = 0, fd: int | None = None) -> None:
         self._fd = _anonymous_file(1) if fd is None else fd
         self._limit, self._end = limit, 0
+        self._used: deque[int] = deque(maxlen=4)  # between clearings, of which training and evaluation have one each
+        self._size = os.fstat(self._fd).st_size  # as the writer left it
         self.is_full = False  # the next letter overwrites the last
         self._memory: mmap.mmap | None = None
 
@@ -62,8 +65,13 @@ class Mailbox:
         return _open_mailbox, (self._limit, *([reduction.DupFd(self._fd)] if _HAS_FD_PASSING else []))
 
     def clear(self) -> None:
-        """Begin at the front again; nobody looks at what was written before."""
+        """Begin at the front again; nobody looks at what was written before. Of the memory stays what was used of late,
+        not the most that was ever used, which for all boxes together would grow and grow."""
+        self._used.append(self._end)
         self._end = 0
+        if self._size > max(self._used):
+            self._size = max(1, *self._used)
+            os.ftruncate(self._fd, self._size)
 
     def write(self, content: Tree) -> Any:
         """A letter for `read`."""
@@ -73,6 +81,9 @@ class Mailbox:
         for name, t in flat.items():
             places.append((name, t.dtype, tuple(t.shape), end))
             end += -(-t.numel() * t.element_size() // _ALIGNED) * _ALIGNED
+        if end > self._size:
+            self._size = max(end, min(2 * end, self._limit))
+            os.ftruncate(self._fd, self._size)
         memory = self._mapped(end)
         for t, place in zip(flat.values(), places, strict=True):
             if t.numel():
@@ -99,8 +110,6 @@ class Mailbox:
 
     def _mapped(self, size: int) -> mmap.mmap:
         if self._memory is None or len(self._memory) < size:
-            if os.fstat(self._fd).st_size < size:
-                os.ftruncate(self._fd, max(size, min(2 * size, self._limit)))
             self._memory = mmap.mmap(self._fd, 0)
         return self._memory
 

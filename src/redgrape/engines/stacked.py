@@ -11,7 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import reduce
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -37,15 +38,45 @@ class StackedNet(Net):
                     stacked = p.detach().expand(size, *p.shape).clone()
                     module._parameters[name] = nn.Parameter(stacked, p.requires_grad)
         self._size = size
+        self._layers = _layers(nn.Sequential(self.encoder, self.classifier))
         self._of_one = lambda parameters, x: functional_call(plain, parameters, (x,))
 
     def forward(self, x: Tensor) -> Tensor:
         of_each = x.unflatten(0, (self._size, -1))
-        z: Tensor = vmap(self._of_one)(dict(self.named_parameters()), of_each).flatten(0, 1)
+        if self._layers is None:
+            z: Tensor = vmap(self._of_one)(dict(self.named_parameters()), of_each)
+        else:
+            z = reduce(_apply, self._layers, of_each)
+        z = z.flatten(0, 1)
         if z.requires_grad:
             # A loss is the mean over the batches of all; each client's own is that of its own batch.
             z.register_hook(lambda gradient: gradient * self._size)
         return z
+
+
+# What does the same to every number, whatever the axes.
+_ELEMENTWISE = {nn.ELU, nn.GELU, nn.Identity, nn.LeakyReLU, nn.ReLU, nn.Sigmoid, nn.SiLU, nn.Tanh}
+
+
+def _layers(module: nn.Module) -> list[nn.Module] | None:
+    """The layers one after another, where it is a plain chain of such as `_apply` knows. It does without vmap, which
+    takes longer than the arithmetic of a small net."""
+    if type(module) is nn.Sequential:
+        chains = [_layers(part) for part in module]
+        return None if None in chains else [layer for chain in chains for layer in chain or []]
+    flattens_all = type(module) is nn.Flatten and (module.start_dim, module.end_dim) == (1, -1)
+    return [module] if type(module) in {nn.Linear, *_ELEMENTWISE} or flattens_all else None
+
+
+def _apply(x: Tensor, layer: nn.Module) -> Tensor:
+    """What the layers of all clients make of their batches."""
+    if isinstance(layer, nn.Flatten):
+        return x.flatten(2)
+    if not isinstance(layer, nn.Linear):
+        return cast(Tensor, layer(x))
+    # x W^T + b as (W x^T)^T + b: then the gradient of W lies in memory as W does, and is not copied once more.
+    z = (layer.weight @ x.mT).mT
+    return z if layer.bias is None else z + layer.bias.unsqueeze(1)
 
 
 @dataclass(frozen=True)
