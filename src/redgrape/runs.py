@@ -14,11 +14,13 @@ import torch
 
 import redgrape
 from redgrape import tree
+from redgrape.aggregation import Averaging
 from redgrape.data.federation import Federation
 from redgrape.data.prepare import prepare
 from redgrape.errors import ConfigError, DataError, StorageError
 from redgrape.experiment import Experiment
 from redgrape.numerics import same_bits_everywhere
+from redgrape.privacy_ledger import PrivacyLedger
 from redgrape.store import RunFolder
 from redgrape.training import RunState, Step, Training
 from redgrape.tree import Tensors, Tree
@@ -48,6 +50,7 @@ class Run:
     ) -> None:
         self.folder = folder
         self.experiment = folder.experiment()
+        self.ledger = PrivacyLedger(folder.path)
         self.workers, self.device, self.data_root, self.allow_changes = workers, device, data_root, allow_changes
         self.deadline, self.stack = deadline, stack
         self.notes: list[str] = []  # what a person should know, such as a damaged checkpoint that was passed over
@@ -67,7 +70,7 @@ class Run:
             confusion = self._known_confusion(state) if before is not None else None
             if confusion is None:
                 federation = self._federation(before, state)
-                with self._training(federation) as training:
+                with self._training(federation, state) as training:
                     if state is not None:
                         check_model(state, training.build().state_dict(), self.folder)
                     model = self.experiment.first_model(federation) if state is None else None
@@ -78,6 +81,7 @@ class Run:
                             "of single ones to rounding"
                         )
                     for step in training.steps(state, model, states, self.folder.path):
+                        self._account(training, step)
                         self.folder.append(step.record, step.seconds)
                         last = step.state.round == self.experiment.rounds
                         if last or step.state.round % self.experiment.checkpoint_every == 0:
@@ -109,10 +113,23 @@ class Run:
                     "the old file back"
                 )
 
-    def _training(self, federation: Federation) -> Training:
+    def _account(self, training: Training, step: Step) -> None:
+        """Write down what a round with noise spends, before anybody gets what it made."""
+        method, num_classes = training.method, training.federation.num_classes
+        if isinstance(method, Averaging) and (mechanisms := method.mechanisms(num_classes)):
+            clients = [k for k in step.record["answered"] if k not in step.record.get("left_out", [])]
+            step.record["epsilon"] = self.ledger.spend(
+                step.state.round, clients, _digest(step.state), mechanisms, method.dp_delta
+            )
+
+    def _training(self, federation: Federation, state: RunState | None) -> Training:
         e = self.experiment
+        method = e.method.create()
+        secret = None
+        if isinstance(method, Averaging) and method.mechanisms(1) and method.dp_randomness == "secret":
+            secret = self.ledger.secret(is_new=state is None)
         return Training(
-            e.method.create(),
+            method,
             federation,
             e.builder(federation),
             rounds=e.rounds,
@@ -124,6 +141,7 @@ class Run:
             min_answers=e.min_answers,
             deadline=self.deadline,
             stack=self.stack,
+            secret=secret,
         )
 
     def _federation(self, before: Mapping[str, Any] | None, state: RunState | None) -> Federation:

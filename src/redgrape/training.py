@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 
 from redgrape import engines, keys, tree
 from redgrape.acceptance import Declared, NotFinite, UpdateRejected, first_not_finite
+from redgrape.aggregation import Averaging
 from redgrape.data.federation import Federation
 from redgrape.engines import Answer, ClientHalf, Engine, Lost, Task
 from redgrape.errors import ConfigError, DataError, Diverged, TooFewClients
@@ -300,6 +302,7 @@ class Training:
         stack: int = 1,
         min_answers: int = 1,
         deadline: float | None = None,
+        secret: bytes | None = None,
     ) -> None:
         if not isinstance(rounds, int) or rounds < 1:
             raise ConfigError(f"rounds is {rounds!r}; it must be a whole number of at least 1")
@@ -337,6 +340,9 @@ class Training:
             stacked.check(method, net)
         if method.batch_size == 1 and batchnorms(net) and not method.freeze_encoder:
             raise ConfigError("batch_size is 1, and BatchNorm has no statistics of a single example; choose at least 2")
+        if isinstance(method, Averaging):
+            has_statistics = not method.freeze_encoder and next(net.buffers(), None) is not None
+            method.check_noise(has_statistics=has_statistics)
         self.federation = federation
         self.method = method
         self.build = build
@@ -346,7 +352,15 @@ class Training:
         self.clients_per_round = clients_per_round or federation.num_clients
         method.check_clients(min(self.clients_per_round, len(self.eligible)))
         self.site = ServerSite(
-            build, federation.num_clients, federation.num_classes, seed, 0, rounds, place, federation.auxiliary
+            build,
+            federation.num_clients,
+            federation.num_classes,
+            seed,
+            0,
+            rounds,
+            place,
+            federation.auxiliary,
+            secret=secret or secrets.token_bytes(32),  # of differential privacy's noise
         )
         half = ClientHalf(method, federation, build, seed, rounds, place, stack)
         self.engine = engines.create(half, workers, deadline)
