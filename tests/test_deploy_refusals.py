@@ -18,6 +18,7 @@ from deployments import Federated, Local, Running, family, free_port, wait_for
 from redgrape.flower import certificates
 from redgrape.flower.create import create
 from redgrape.flower.folder import Deployment, write_private
+from redgrape.flower.processes import environment
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
@@ -77,13 +78,21 @@ def test_a_server_with_another_authority_is_refused(deployment: Local, west: Pat
     tally("refused: an authority that the site does not know", 1, 1)
 
 
+def raw(*words: object, log: Path, home: Path) -> Running:
+    """Flower's own command, as redgrape starts it."""
+    return Running(*words, log=log, program=["-m", "redgrape.flower.launch"], **environment(home))
+
+
 def _flower_itself_refuses(deployment: Local, folder: Path) -> bool:
     """Without the look that redgrape takes beforehand."""
     words = ["supernode", "--superlink", f"localhost:{deployment.port}", "--host", "127.0.0.1", "--port", free_port()]
     words += ["--root-certificates", folder / "ca.crt", "--auth-supernode-private-key", folder / "key"]
     words += ["--max-wait-time", "3"]
-    node = Running(*words, log=deployment.logs / "raw.log", program=["-m", "redgrape.flower.launch"])
-    return node.process.wait(timeout=90) != 0
+    node = raw(*words, log=deployment.logs / "raw.log", home=deployment.logs / "flower")
+    try:
+        return node.process.wait(timeout=90) != 0
+    finally:
+        node.kill_all()
 
 
 @pytest.mark.parametrize("fault", ["expired", "host name"])
@@ -104,7 +113,7 @@ def test_a_bad_certificate_of_the_server_is_refused(
     words = ["superlink", "--host", "127.0.0.1", "--port", port, "--enable-supernode-auth"]
     words += ["--ssl-ca-certfile", server / "ca.crt", "--ssl-certfile", server / "server.crt"]
     words += ["--ssl-keyfile", server / "server.key"]
-    link = Running(*words, log=tmp_path / "link.log", program=["-m", "redgrape.flower.launch"])
+    link = raw(*words, log=tmp_path / "link.log", home=tmp_path / "flower")
     try:
         link.says("Uvicorn running")
         words = ["deploy", "site", site, "--data", deployment.federated.data("west")]

@@ -174,9 +174,6 @@ def _check_classes(
     for name, wanted in expected.items():
         if isinstance(wanted, Rows) and name.startswith(group) and len(flat[name]) != len(classes):
             raise UpdateRejected(f"tensor '{name}' has {len(flat[name])} rows for {len(classes)} classes")
-    bias = expected.get(f"{group}bias")
-    if isinstance(bias, Rows) and bias.gradient:
-        _check_gradients(f"{group}bias", flat[f"{group}bias"], classes)
     held = None if declared is None or declared.class_counts is None else declared.class_counts[classes]
     if held is not None and (held == 0).any():
         raise UpdateRejected(f"'{group}classes' names class {int(classes[held == 0][0])}, which this client lacks")
@@ -185,6 +182,9 @@ def _check_classes(
         most = torch.full_like(counts, MOST_EXAMPLES) if held is None else held
         if ((counts < 1) | (counts > most)).any():
             raise UpdateRejected(f"'{group}counts' claims more examples of a class than this client can have, or none")
+    bias = expected.get(f"{group}bias")
+    if isinstance(bias, Rows) and bias.gradient:
+        _check_gradients(f"{group}bias", flat[f"{group}bias"], classes)
 
 
 def _check_gradients(name: str, bias: Tensor, classes: Tensor) -> None:

@@ -198,6 +198,8 @@ def _parser() -> argparse.ArgumentParser:
     command = add("show", "inspection", "show one run")
     command.add_argument("run", type=Path, help="the run folder")
     _add_on_flag(command)
+    command = add("privacy", "privacy", "tell what each party could learn in a run")
+    command.add_argument("run", type=Path, help="the run folder")
     command = add("report", "page", "write one HTML page about runs, to open in a browser or to pass on")
     command.add_argument("folders", nargs="+", type=Path, metavar="FOLDER", help="a run, or a folder with runs in it")
     command.add_argument("--out", type=Path, default=Path("report.html"), metavar="FILE", help="the page (report.html)")

@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Self, TypeAlias
+from typing import Any, ClassVar, Literal, Self, TypeAlias
 
 import torch
 from pydantic import ConfigDict, ValidationError
@@ -76,6 +76,17 @@ class ServerSite(Site):
 
     auxiliary: Examples | None = None  # a small balanced set, for methods that assume one; no client holds any of it
     survey: Tree = field(default_factory=dict)  # the sum of all clients' answers to Method.survey
+    secret: bytes | None = field(default=None, repr=False)  # what the noise of differential privacy is made from
+
+    def noise_key(self, randomness: Literal["secret", "seed"]) -> bytes:
+        """The key of noise.py. One made from the seed is no secret: it serves experiments."""
+        if randomness == "seed":
+            return keys.key(self.seed, "noise").to_bytes(8, "big")
+        if self.secret is None:
+            raise ConfigError(
+                "noise needs a secret at the server, and this site has none; dp_randomness=seed needs none"
+            )
+        return self.secret
 
     def inputs(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
         """Network inputs of these rows of the auxiliary set, on the site's device."""

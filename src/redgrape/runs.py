@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import platform
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,15 @@ import torch
 
 import redgrape
 from redgrape import tree
+from redgrape.aggregation import Averaging
 from redgrape.data.examples import Pixels
 from redgrape.data.federation import Federation
 from redgrape.data.prepare import prepare
+from redgrape.engines import ClientHalf, Engine
 from redgrape.errors import ConfigError, DataError, StorageError
 from redgrape.experiment import Experiment
 from redgrape.numerics import same_bits_everywhere
+from redgrape.privacy_ledger import PrivacyLedger
 from redgrape.store import RunFolder
 from redgrape.training import RunState, Step, Training
 from redgrape.tree import Tensors, Tree
@@ -51,6 +55,7 @@ class Run:
     ) -> None:
         self.folder = folder
         self.experiment = folder.experiment()
+        self.ledger = PrivacyLedger(folder.path)
         self.workers, self.device, self.data_root, self.allow_changes = workers, device, data_root, allow_changes
         self.deadline, self.stack = deadline, stack
         self.notes: list[str] = []  # what a person should know, such as a damaged checkpoint that was passed over
@@ -70,7 +75,7 @@ class Run:
             confusion = self._known_confusion(state) if before is not None else None
             if confusion is None:
                 federation = self._federation(before, state)
-                with self._training(federation) as training:
+                with self._training(federation, state) as training:
                     if state is not None:
                         check_model(state, training.build().state_dict(), self.folder)
                     model = self.experiment.first_model(federation) if state is None else None
@@ -80,7 +85,8 @@ class Run:
                             f"up to {self.stack} clients of equal size were trained as one: figures agree with those "
                             "of single ones to rounding"
                         )
-                    for step in training.steps(state, model, states, self.folder.path):
+                    account = partial(self._account, training)
+                    for step in training.steps(state, model, states, self.folder.path, account):
                         self.folder.append(step.record, step.seconds)
                         last = step.state.round == self.experiment.rounds
                         if last or step.state.round % self.experiment.checkpoint_every == 0:
@@ -112,10 +118,23 @@ class Run:
                     "the old file back"
                 )
 
-    def _training(self, federation: Federation) -> Training:
+    def _account(self, training: Training, state: RunState) -> dict[str, Any]:
+        """Write down what a round with noise spends, before anybody gets what it made."""
+        method, num_classes = training.method, training.federation.num_classes
+        if isinstance(method, Averaging) and (mechanisms := method.mechanisms(num_classes)):
+            clients = [k for k in state.record["answered"] if k not in state.record.get("left_out", [])]
+            spent = self.ledger.spend(state.round, clients, _digest(state), mechanisms, method.dp_delta)
+            return {"epsilon": spent}
+        return {}
+
+    def _training(self, federation: Federation, state: RunState | None) -> Training:
         e = self.experiment
+        method = e.method.create()
+        secret = None
+        if isinstance(method, Averaging) and method.mechanisms(1) and method.dp_randomness == "secret":
+            secret = self.ledger.secret(is_new=state is None)
         return Training(
-            e.method.create(),
+            method,
             federation,
             e.builder(federation),
             rounds=e.rounds,
@@ -127,7 +146,13 @@ class Run:
             min_answers=e.min_answers,
             deadline=self.deadline,
             stack=self.stack,
+            secret=secret,
+            engine=self._engine(),
         )
+
+    def _engine(self) -> Callable[[ClientHalf], Engine] | None:
+        """What makes an engine of another kind than those of this machine."""
+        return None
 
     def _prepare(self) -> Federation:
         return prepare(self.experiment.data, self.experiment.seed, self.data_root)

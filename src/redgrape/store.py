@@ -9,6 +9,7 @@
                              and manifest.json with their checksums; the last two are kept
     clients/NNNNNN.states    the clients' states, where they have any; clients.safetensors is the index to them
     summary.json             the result, written after the last round
+    noise.key, privacy.jsonl what a run with noise needs and has spent (privacy_ledger.py)
     SHA256SUMS               the checksums of the files above, those of the lines once the run is finished
     lock                     held by the process that writes here
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 
 from redgrape import engines, keys, tree
 from redgrape.acceptance import Declared, NotFinite, UpdateRejected, check_length, first_not_finite
+from redgrape.aggregation import Averaging
 from redgrape.data.federation import Federation
 from redgrape.engines import Answer, ClientHalf, Engine, Lost, Task
 from redgrape.errors import ConfigError, DataError, Diverged, TooFewClients
@@ -303,6 +305,7 @@ class Training:
         min_answers: int = 1,
         deadline: float | None = None,
         engine: Callable[[ClientHalf], Engine] | None = None,
+        secret: bytes | None = None,
     ) -> None:
         if not isinstance(rounds, int) or rounds < 1:
             raise ConfigError(f"rounds is {rounds!r}; it must be a whole number of at least 1")
@@ -340,6 +343,9 @@ class Training:
             stacked.check(method, net)
         if method.batch_size == 1 and batchnorms(net) and not method.freeze_encoder:
             raise ConfigError("batch_size is 1, and BatchNorm has no statistics of a single example; choose at least 2")
+        if isinstance(method, Averaging):
+            has_statistics = not method.freeze_encoder and next(net.buffers(), None) is not None
+            method.check_noise(has_statistics=has_statistics)
         self.federation = federation
         self.method = method
         self.build = build
@@ -349,7 +355,15 @@ class Training:
         self.clients_per_round = clients_per_round or federation.num_clients
         method.check_clients(min(self.clients_per_round, len(self.eligible)))
         self.site = ServerSite(
-            build, federation.num_clients, federation.num_classes, seed, 0, rounds, place, federation.auxiliary
+            build,
+            federation.num_clients,
+            federation.num_classes,
+            seed,
+            0,
+            rounds,
+            place,
+            federation.auxiliary,
+            secret=secret or secrets.token_bytes(32),  # of differential privacy's noise
         )
         half = ClientHalf(method, federation, build, seed, rounds, place, stack)
         self.engine = engines.create(half, workers, deadline) if engine is None else engine(half)
@@ -360,9 +374,11 @@ class Training:
         model: Tensors | None = None,
         states: ClientStates | None = None,
         spill: Path | None = None,
+        account: Callable[[RunState], Mapping[str, Any]] | None = None,
     ) -> Iterator[Step]:
-        """The rounds after `start`, or all of them from these initial weights (None: those that `build` gives). The
-        last two as for `rounds`."""
+        """The rounds after `start`, or all of them from these initial weights (None: those that `build` gives).
+        `states` and `spill` as for `rounds`. `account` is called with each state before anything of it leaves the
+        server, for evaluation say, and what it gives is part of the round's record."""
         before = time.perf_counter()
         for state in rounds(
             self.method,
@@ -378,7 +394,7 @@ class Training:
             min_answers=self.min_answers,
         ):
             trained = time.perf_counter()
-            record = dict(state.record)
+            record = {**state.record, **(account(state) if account is not None else {})}
             if self._is_evaluated(state.round):
                 record["test"] = self.engine.evaluate(state.server["model"], "test").record(self.federation.groups)
                 if self.federation.validation is not None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from redgrape import report
+from redgrape.disclosure import disclosed, leak_in_one_line
 from redgrape.errors import ConfigError, DataError
 from redgrape.experiment import Experiment, override, put, read_toml
 from redgrape.progress import Progress
@@ -31,6 +32,7 @@ def run(options: argparse.Namespace) -> None:
         return
     folder = RunFolder.create(out, experiment)
     carry_out(folder, options, label=report.run_label(experiment.method.resolved()))
+    tell_leak(folder, options)
     finish(folder, options)
 
 
@@ -49,6 +51,7 @@ def resume(options: argparse.Namespace) -> None:
         print_plan(folder.path, experiment, options)
         return
     carry_out(folder, options, label=report.run_label(experiment.method.resolved()))
+    tell_leak(folder, options)
     finish(folder, options)
 
 
@@ -79,6 +82,7 @@ def compare(options: argparse.Namespace) -> None:
         folder = RunFolder.create(path, experiment) if is_new else RunFolder.open(path)
         label = spec if len(cells) == len(options.methods) else f"{spec} seed {experiment.seed}"
         carry_out(folder, options, label=label)
+        tell_leak(folder, options)
         finished.append((spec, report.RunView.read(path)))
     results = report.collect(finished, options.on)
     picture = options.out / "per_class.png"
@@ -167,6 +171,12 @@ def carry_out(folder: RunFolder, options: argparse.Namespace, label: str) -> Non
     finally:
         for note in this.notes:
             print(f"note: {printable(note)}", file=sys.stderr)
+
+
+def tell_leak(folder: RunFolder, options: argparse.Namespace) -> None:
+    """One line on what a run gave away, where the method has floors against that and they are off."""
+    if not options.quiet and (line := leak_in_one_line(disclosed(folder))) is not None:
+        print(f"note: {printable(line)}", file=sys.stderr)
 
 
 def _tensorboard(folder: RunFolder, options: argparse.Namespace) -> AbstractContextManager[TensorBoard | None]:

@@ -11,18 +11,16 @@ from typing import TYPE_CHECKING, Any
 
 from redgrape.data.examples import Examples, Pixels
 from redgrape.data.federation import Federation
+from redgrape.engines import ClientHalf, Engine
 from redgrape.flower import certificates, site_data
 from redgrape.flower.engine import FlowerEngine
 from redgrape.flower.federation import PartialFederation
 from redgrape.flower.folder import Deployment
 from redgrape.runs import Run, groups_of, input_of, machine
 from redgrape.store import RunFolder
-from redgrape.training import Training
 
 if TYPE_CHECKING:
     from flwr.serverapp import Grid
-
-    from redgrape.engines import ClientHalf
 
 
 class DeployedRun(Run):
@@ -78,27 +76,16 @@ class DeployedRun(Run):
             "stack": 1,
         }
 
-    def _training(self, federation: Federation) -> Training:
-        e = self.experiment
-        return Training(
-            e.method.create(),
-            federation,
-            e.builder(federation),
-            rounds=e.rounds,
-            clients_per_round=e.clients_per_round,
-            seed=e.seed,
-            evaluate_every=e.evaluate_every,
-            min_answers=e.min_answers,
-            engine=self._engine,
-        )
-
-    def _engine(self, half: ClientHalf) -> FlowerEngine:
-        deployment = self._deployment
+    def _engine(self) -> Callable[[ClientHalf], Engine]:
+        options, sites = self._deployment.options, self._deployment.options.sites
         keys = None
         if self._authenticated:
-            sites = deployment.options.sites
-            keys = [certificates.public_identity(deployment.site(name) / "key.pub") for name in sites]
-        return FlowerEngine(half, self._grid, deployment.options, self.experiment, self._name, keys, self._say)
+            keys = [certificates.public_identity(self._deployment.site(name) / "key.pub") for name in sites]
+
+        def make(half: ClientHalf) -> Engine:
+            return FlowerEngine(half, self._grid, options, self.experiment, self._name, keys, self._say)
+
+        return make
 
     def _note_lost(self, record: Mapping[str, Any]) -> None:
         """Also of what was rejected, and by the sites' names."""
