@@ -194,6 +194,29 @@ def test_a_site_answers_an_error_in_one_line(
     assert parts == {}
 
 
+def test_the_doctor_says_what_is_wrong(
+    deployment: Deployment, federated: Federated, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.run(["doctor", str(deployment.path)]) == 0, capsys.readouterr()
+    said = capsys.readouterr().out
+    assert "valid until" in said and "GB free" in said and "40 examples" in said
+    (deployment.server / "server.key").chmod(0o644)
+    key, authority = certificates.load_authority(deployment.server / "ca.key", deployment.server / "ca.crt")
+    expired = certificates.server_certificate(certificates.new_key(), ["localhost"], authority, key, days=-3)
+    (deployment.server / "server.crt").write_bytes(certificates.certificate_bytes(expired))
+    assert cli.run(["doctor", str(deployment.path)]) == 2
+    captured = capsys.readouterr()
+    assert "expired 3 days ago; redgrape deploy renew" in captured.out and "chmod 600" in captured.out
+    assert captured.err.startswith("redgrape: 2 of ")
+
+    site = deployment.site("north")
+    assert cli.run(["doctor", str(site), "--data", str(federated.folder / "nothing.npz")]) == 2
+    said = capsys.readouterr().out
+    assert "does not answer" in said and "there is no" in said
+    assert cli.run(["doctor", str(site), "--data", str(federated.data("north")), "--json"]) == 2  # no server yet
+    assert "45 training and 0 test examples of 3 classes" in capsys.readouterr().out
+
+
 class _Node(SimpleNamespace):
     node_id: int
     public_key: bytes

@@ -263,3 +263,12 @@ def _is_running(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
+
+
+def test_a_simulation_with_ray_has_the_bits_of_the_local_engine(tmp_path: Path, federated: Federated) -> None:
+    pytest.importorskip("ray")
+    with _deployment(tmp_path, federated) as deployment:
+        words = [*SMALL, "--rounds", 3, "--method", "scaffold", "--simulate", federated.folder]
+        deployment.run("simulated", *words)
+        assert tree.equal(deployment.server_state("simulated"), deployment.locally("simulated"))
+    assert not still_there(tmp_path)

@@ -73,7 +73,8 @@ def _run(arguments: list[str]) -> int:
         return error.exit_code
     except KeyboardInterrupt as error:
         what = "terminated" if isinstance(error, _Terminated) else "interrupted"
-        print(f"redgrape: {what}; `redgrape resume RUN` goes on from the last finished round", file=sys.stderr)
+        again = "the same command goes on" if arguments[:1] == ["deploy"] else "`redgrape resume RUN` goes on"
+        print(f"redgrape: {what}; {again} from the last finished round", file=sys.stderr)
         return ENDED[signal.SIGTERM if what == "terminated" else signal.SIGINT]
     except BrokenPipeError:  # the reader, such as `head`, has gone
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -288,6 +289,12 @@ def _add_deployment(commands: Any) -> None:
         "-c", dest="config", action="append", default=[], metavar="KEY=VALUE", help="set any key, e.g. method.lam=0.2"
     )
     command.add_argument("--name", metavar="NAME", help="of the run folder, below DIR/runs")
+    command.add_argument(
+        "--simulate",
+        type=Path,
+        metavar="PATH",
+        help="no sites connect: simulate all with Flower and Ray, from PATH/NAME or PATH/NAME.npz",
+    )
     command.add_argument(
         "--allow-changes", action="store_true", help="go on with what another version or machine began"
     )

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +15,8 @@ from redgrape.flower.processes import require_flower
 from redgrape.terminal import cell, printable
 
 if TYPE_CHECKING:
-    from redgrape.flower.folder import DeployOptions
+    from redgrape.flower.folder import Deployment, DeployOptions
+    from redgrape.flower.link import Link
 
 
 def _say(words: str) -> None:
@@ -30,6 +33,11 @@ def init(options: argparse.Namespace) -> None:
     print(f"deployment: {printable(options.folder)}")
     for name in described.sites:
         print(f"  give to site {printable(name)}: {printable(options.folder / 'sites' / name)}")
+    if len(described.sites) < 5:
+        print(
+            f"note: a class is released where 3 sites report it, and there are {len(described.sites)}: few classes may "
+            "be; method.min_clients in experiment.toml says how many it takes"
+        )
     print(f"next: redgrape deploy server {printable(options.folder)}")
 
 
@@ -137,10 +145,13 @@ def run(options: argparse.Namespace) -> None:
     from redgrape.flower.create import deployed
     from redgrape.flower.folder import Deployment
     from redgrape.flower.link import Link
+    from redgrape.flower.simulated import SimulatedDeployment
     from redgrape.progress import Progress
     from redgrape.store import RunFolder
 
     deployment = Deployment(options.folder)
+    if options.simulate is not None:
+        SimulatedDeployment(options.folder, options.simulate)  # looks whether it can be
     experiment = Experiment.parse(_values(options, deployment.path / "experiment.toml"))
     submission.check(experiment)
     experiment = deployed(experiment, deployment.options)
@@ -150,8 +161,7 @@ def run(options: argparse.Namespace) -> None:
     if options.dry_run:
         print_plan(path, experiment, options)
         return
-    link = Link(deployment)
-    if not link.is_up():
+    if options.simulate is None and not Link(deployment).is_up():
         raise RedgrapeError(f"no server answers; start it with `redgrape deploy server {deployment.path}`")
     if submission.is_active(deployment):
         raise BusyError("a run is going on already; `redgrape deploy status` tells of it")
@@ -162,11 +172,31 @@ def run(options: argparse.Namespace) -> None:
     else:
         folder = RunFolder.create(path, experiment)
     label = report.run_label(experiment.method.resolved())
-    this = submission.Submission(deployment, link, folder, allow_changes=options.allow_changes)
     progress = Progress(label, folder.newest_round(), experiment.rounds, as_json=options.json, quiet=options.quiet)
-    with progress:
-        this.carry_out(progress.step, _say)
+    with _link(deployment, options.simulate) as (where, link):
+        this = submission.Submission(
+            where, link, folder, allow_changes=options.allow_changes, simulation=options.simulate is not None
+        )
+        with progress:
+            this.carry_out(progress.step, _say)
     finish(folder, options)
+
+
+@contextmanager
+def _link(deployment: Deployment, simulated_data: Path | None) -> Iterator[tuple[Deployment, Link]]:
+    """The server's SuperLink, or one that simulates all sites for as long as it is needed."""
+    from redgrape.flower.link import Link
+    from redgrape.flower.processes import SIMULATED_DATA
+    from redgrape.flower.server_role import Server, running
+    from redgrape.flower.simulated import SimulatedDeployment
+
+    if simulated_data is None:
+        yield deployment, Link(deployment)
+        return
+    simulated = SimulatedDeployment(deployment.path, simulated_data)
+    told = {SIMULATED_DATA: str(simulated_data.resolve())}
+    with running(Server(simulated, _say, simulation=True), **told) as server:
+        yield simulated, server.link
 
 
 def _values(options: argparse.Namespace, default: Path) -> dict[str, Any]:

@@ -57,10 +57,10 @@ def _ask_resident(header: Header, parts: Mapping[str, bytes]) -> tuple[Header, M
 def _simulated(index: int) -> Site:
     """A site of a deployment that is simulated as a whole: its data is PATH/NAME or PATH/NAME.npz."""
     from redgrape.flower.folder import Deployment, SiteFolder
+    from redgrape.flower.simulated import data_of
     from redgrape.flower.site import Site
 
     deployment, data = Deployment(Path(os.environ[DEPLOYMENT])), Path(os.environ[SIMULATED_DATA])
     name = deployment.options.sites[index]
     folder = SiteFolder(deployment.site(name))
-    path = data / name if (data / name).is_dir() else data / f"{name}.npz"
-    return Site(folder, path, deployment.server / "simulated" / name)
+    return Site(folder, data_of(data, name), deployment.server / "simulated" / name)

@@ -14,10 +14,9 @@ from redgrape.errors import ConfigError
 from redgrape.experiment import Experiment
 from redgrape.flower import certificates
 from redgrape.flower.certificates import Certificate, PrivateKey
-from redgrape.flower.folder import Deployment, DeployOptions, SiteOptions, is_loopback, write_private
+from redgrape.flower.folder import Deployment, DeployOptions, SiteOptions, is_everywhere, is_loopback, write_private
 
 PRIVATE_PRESET = "private"
-_EVERYWHERE = ("0.0.0.0", "::")  # noqa: S104  # asked for by name, never a default
 
 _APP = """\
 [build-system]
@@ -174,8 +173,9 @@ def _write_server_certificate(
     server: Path, options: DeployOptions, signing_key: PrivateKey, authority: Certificate, days: int
 ) -> None:
     key = certificates.new_key()
-    hosts = [options.host] if options.bind in _EVERYWHERE else [options.host, options.bind]
-    if any(map(is_loopback, hosts)) or options.bind in _EVERYWHERE:
+    everywhere = is_everywhere(options.bind)
+    hosts = [options.host] if everywhere else [options.host, options.bind]
+    if any(map(is_loopback, hosts)) or everywhere:
         hosts += ["localhost", "127.0.0.1"]  # for this machine's own questions
     certificate = certificates.server_certificate(key, list(dict.fromkeys(hosts)), authority, signing_key, days)
     (server / "server.key").unlink(missing_ok=True)

@@ -160,6 +160,14 @@ def is_loopback(host: str) -> bool:
         return False
 
 
+def is_everywhere(bind: str) -> bool:
+    """Whether it stands for all addresses of the machine, which must be asked for."""
+    try:
+        return ipaddress.ip_address(bind).is_unspecified
+    except ValueError:
+        return False
+
+
 def address(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
@@ -177,6 +185,11 @@ class Deployment:
     @property
     def server(self) -> Path:
         return self.path / "server"
+
+    @property
+    def database(self) -> str:
+        """Where the SuperLink keeps the sites' keys and the messages under way."""
+        return str(self.server / "superlink.db")
 
     @property
     def flower_home(self) -> Path:

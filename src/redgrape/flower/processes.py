@@ -24,6 +24,7 @@ OFF = {
     "FLWR_TELEMETRY_ENABLED": "0",
     "FLWR_DISABLE_UPDATE_CHECK": "1",
     "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
+    "RAY_USAGE_STATS_ENABLED": "0",
 }
 # What the parties' processes are told by their environment: paths that an app's settings would tell to everybody.
 DEPLOYMENT = "REDGRAPE_DEPLOYMENT"  # the server's folder

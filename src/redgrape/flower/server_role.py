@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 import sys
 import time
@@ -34,7 +35,7 @@ class Server:
         check_port(options.bind, options.port)
         self.link.write_connection()
         command = [sys.executable, "-m", "redgrape.flower.launch", "superlink"]
-        command += ["--host", options.bind, "--port", str(options.port), "--database", str(server / "superlink.db")]
+        command += ["--host", options.bind, "--port", str(options.port), "--database", self._deployment.database]
         command += ["--simulation"] if self._simulation else []
         if options.plain or self._simulation:
             command += ["--insecure"]
@@ -100,7 +101,7 @@ def check_port(bind: str, port: int) -> None:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(where)
     except OSError as error:
-        if isinstance(error, socket.gaierror) or error.errno != 98:
+        if isinstance(error, socket.gaierror) or error.errno != errno.EADDRINUSE:
             raise ConfigError(f"cannot listen on {bind}:{port}: {error.strerror}; set bind in deploy.toml") from error
         raise BusyError(f"port {port} of {bind} is in use; end what uses it, or set another in deploy.toml") from error
 
