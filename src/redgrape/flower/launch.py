@@ -11,6 +11,7 @@ Three things cannot be set by their options, and are set here where this version
 from __future__ import annotations
 
 import json
+import os
 import signal
 import sys
 import time
@@ -18,7 +19,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from redgrape.flower.processes import POLL, end_with_parent
+from redgrape.flower.processes import LOOK, POLL, end_with_parent
 
 HEARTBEAT = 10  # seconds; the least that the SuperLink accepts
 END = "\x1e"
@@ -63,7 +64,8 @@ def supernode() -> None:
     heartbeat.HEARTBEAT_DEFAULT_INTERVAL = HEARTBEAT
     fleet_http_connection.HEARTBEAT_DEFAULT_INTERVAL = HEARTBEAT
     patient = SimpleNamespace(**{name: getattr(time, name) for name in dir(time) if not name.startswith("_")})
-    patient.sleep = lambda seconds: time.sleep(min(seconds, POLL))
+    look = float(os.environ.get(LOOK, POLL))
+    patient.sleep = lambda seconds: time.sleep(min(seconds, look))
     start_client_internal.time = patient
     flower_supernode()
 

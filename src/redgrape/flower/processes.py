@@ -30,7 +30,8 @@ OFF = {
 DEPLOYMENT = "REDGRAPE_DEPLOYMENT"  # the server's folder
 SOCKET = "REDGRAPE_SITE_SOCKET"  # where a site's resident process listens
 SIMULATED_DATA = "REDGRAPE_SIMULATED_DATA"  # the data of all sites, where they are simulated here
-POLL = 0.2  # seconds between two looks of Flower for work
+LOOK = "REDGRAPE_LOOK"  # seconds between two looks of a SuperNode for messages
+POLL = 0.2  # seconds between two looks of Flower for work, which cost the server some milliseconds each
 
 
 def environment(flower_home: Path, more: Mapping[str, str] | None = None, poll: float = POLL) -> dict[str, str]:

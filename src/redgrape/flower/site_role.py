@@ -16,12 +16,13 @@ from typing import Any
 from redgrape.errors import BusyError, ConfigError, DataError, RedgrapeError, StorageError
 from redgrape.flower import certificates, warm
 from redgrape.flower.folder import SiteFolder
-from redgrape.flower.processes import POLL, SOCKET, Owned, environment, require_flower
+from redgrape.flower.processes import LOOK, POLL, SOCKET, Owned, environment, require_flower
 
 START_DEADLINE = 600.0  # seconds for the data to be read and checked
 CONNECT_DEADLINE = 20.0
 PATIENCE = 120.0  # seconds to retry where the server is there and refuses: a site that was killed counts as connected
 AGAIN = 3.0
+LOOKS_A_SECOND = 20.0  # of all sites together, for messages, so that many sites do not keep the server busy
 
 
 class SiteRole:
@@ -82,7 +83,8 @@ class SiteRole:
         self._warm = Owned(command, self._environment(), self._folder.path / "clientapp.log")
 
     def _environment(self) -> dict[str, str]:
-        env = environment(self._folder.flower_home, {SOCKET: self._socket}, self.poll)
+        look = max(self.poll, self._folder.options.sites / LOOKS_A_SECOND)
+        env = environment(self._folder.flower_home, {SOCKET: self._socket, LOOK: str(look)}, self.poll)
         return env | {"PATH": f"{self._sockets.name}/bin{os.pathsep}{env['PATH']}"}
 
     @property
