@@ -56,7 +56,7 @@ def main(grid: Grid, context: Context) -> None:
     except RedgrapeError as error:
         journal.write(state="failed", message=str(error), exit_code=error.exit_code)
         raise
-    except BaseException as error:
+    except Exception as error:  # who ends this process tells nothing more: `redgrape deploy run` goes on
         journal.say(traceback.format_exc())
         words = " ".join(str(error).split())[:300]
         journal.write(state="failed", message=f"{type(error).__name__}: {words}", exit_code=1)
