@@ -15,6 +15,8 @@ import matplotlib
 matplotlib.use("Agg")
 from matplotlib import pyplot
 
+WARM_UP = 1  # rounds that are not timed, as in run.py
+
 TITLES = {
     ("compute", "cnn"): "CNN, 10 clients, 14,694 examples",
     ("overhead", "mlp"): "MLP, 100 clients of 20 examples",
@@ -33,7 +35,10 @@ def main() -> None:
     for axis, (run, net, rows) in zip(axes if len(panels) > 1 else [axes], panels, strict=True):
         names = list(rows)
         train, evaluate = (
-            [statistics.median(r[part] for process in rows[name]["rounds"] for r in process) for name in names]
+            [
+                statistics.median(r[part] for process in rows[name]["rounds"] for r in process[WARM_UP:])
+                for name in names
+            ]
             for part in ("train", "evaluate")
         )
         if run["setting"] == "overhead":  # nothing is evaluated there but once at the end
@@ -42,7 +47,7 @@ def main() -> None:
         axis.barh(names, train, color=colours, label="training")
         axis.barh(names, evaluate, left=train, color=colours, alpha=0.45, label="evaluation")
         for i, (a, b) in enumerate(zip(train, evaluate, strict=True)):
-            axis.text(a + b, i, f" {a + b:.2g}", va="center", fontsize=8)
+            axis.text(a + b, i, f" {a + b:.3g}", va="center", fontsize=8)
         axis.invert_yaxis()
         axis.set_xlim(right=1.15 * max(a + b for a, b in zip(train, evaluate, strict=True)))
         axis.set_xlabel("seconds a round (lighter: evaluation)" if any(evaluate) else "seconds a round")

@@ -374,9 +374,11 @@ def table(measured: dict[str, Any], task: Task, setting: Setting, failures: dict
         for name in own:
             ratios = [f"{figure[other].over(figure[name]):.2f} x {other}" for other in others]
             lines += [f"{measure}: {name} is {', '.join(ratios)}."] if ratios else []
-    if max(measured["busy"], default=0.0) > BUSY:
+    if measured["busy"]:
+        usual, most = statistics.median(measured["busy"]), max(measured["busy"])
         lines.append(
-            f"Others used up to {100 * max(measured['busy']):.0f} % of the machine: these figures do not count."
+            f"Others used {100 * usual:.0f} % of the machine (median of a second before each process, at most "
+            f"{100 * most:.0f} %)" + (": these figures do not count." if usual > BUSY else ".")
         )
     return "\n".join(lines) + "\n"
 

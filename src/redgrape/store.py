@@ -91,17 +91,15 @@ class RunFolder:
     def locked(self) -> Iterator[None]:
         """Held by one process at a time; the system lets go of it when the process ends, however it ends."""
         with durable.storage_errors("lock", self.path):
-            file = (self.path / "lock").open("a+", errors="replace")
+            file = (self.path / "lock").open("ab+", buffering=0)  # what a full disk does not take must not come again
         with file:
             with durable.storage_errors("lock", self.path):
                 if not _try_lock(file.fileno()):
                     file.seek(0)
-                    raise BusyError(
-                        f"'{self.path}' is in use by another process ({file.read().strip()}); wait for it to end"
-                    )
+                    holder = file.read().decode(errors="replace").strip()
+                    raise BusyError(f"'{self.path}' is in use by another process ({holder}); wait for it to end")
                 file.truncate(0)
-                file.write(f"process {os.getpid()}")
-                file.flush()
+                file.write(f"process {os.getpid()}".encode())
             try:
                 yield
             finally:
