@@ -46,6 +46,7 @@ def disclosed(folder: RunFolder) -> dict[str, Any]:
         facts["class_reports"] = {
             "min_count": method.min_count,
             "min_clients": method.min_clients,
+            "solvable_up_to": method.solvable(facts["classes"]),
             "server": _seen_by_server(method, rounds, counts),
             "clients": _seen_by_clients(method, rounds),
         }
@@ -178,8 +179,10 @@ def _noise_words(noise: Mapping[str, Any] | None) -> list[str]:
 def _server_words(facts: Mapping[str, Any], reports: Mapping[str, Any]) -> list[str]:
     seen, floor = reports["server"], reports["min_count"]
     if "pairs" not in seen:
-        words = [f"{seen['reports']} reports of a class by a client, each of {floor} examples or more"]
-        return [*words, "which of them are of a single example, only the clients know"] if floor == 1 else words
+        limit = reports["solvable_up_to"]
+        words = [f"{seen['reports']} reports of a class by a client, each of {_examples(floor)} or more"]
+        few = f"the exact feature vectors behind reports of at most {_examples(limit)}: how many, only the clients know"
+        return [*words, few] if floor <= limit else words
     back = f", and {seen['pairs_held_back']} were held back" if floor > 1 else ""
     return [
         f"which classes each client holds, from {_examples(floor)} on: {seen['pairs']} pairs of a client and a class, "
