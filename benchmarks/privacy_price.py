@@ -6,8 +6,8 @@
 Long-tailed data over ten clients, several seeds; every setting meets the same data, initial weights and batches. Prints
 Markdown tables, mean and standard deviation over the seeds of the accuracy of the last ten rounds in %:
 
-    floors    min_count 1, 2, 4, 8 with min_clients 1 and 3; how many pairs of a client and a class are reported, and
-              how many of the classes are ever released. FedAvg, and RedGrape without prototypes, stand beside.
+    floors    min_count 1, 2, 4, 8 with min_clients 1 and 3, and prototypes of rank 1; how many pairs of a client and a
+              class are reported, and how many classes are ever released. Beside FedAvg, and RedGrape without prototypes
     noise     on the prototypes alone, and on prototypes and model, at floors of 1; multipliers count against the clips
               below. epsilon as the accountant gives it for the run (delta 1e-5, one client's whole data).
 
@@ -38,7 +38,7 @@ from redgrape.methods.redgrape import RedGrape
 
 SETTINGS: dict[str, tuple[dict[str, Any], str, dict[str, Any], int]] = {
     # data, net, hyper-parameters, rounds; the digits have those of experiments/demo.toml
-    "digits": ({"source": "digits", "ir": 50.0}, "mlp", {"lr": 0.02, "batch_size": 32}, 30),
+    "digits": ({"source": "digits", "ir": 50.0}, "mlp", {"lr": 0.02, "batch_size": 32}, 20),
     "mnist": (
         {"source": "mnist", "ir": 100.0, "head_cap": 1000},
         "cnn",
@@ -48,8 +48,8 @@ SETTINGS: dict[str, tuple[dict[str, Any], str, dict[str, Any], int]] = {
 }
 COUNTS = (1, 2, 4, 8)
 CLIENTS = (1, 3)
-NOISES = (0.0, 0.01, 0.03, 0.1, 0.3, 1.0)
-CLIPS = {"dp_clip": 1.0, "prototype_clip": 1.0}
+NOISES = (0.0, 0.003, 0.01, 0.03, 0.1, 0.3)
+CLIPS = {"dp_clip": 1.0, "prototype_clip": 8.0}  # few updates, and hardly any prototype, are longer
 
 
 def ways(only: str | None) -> dict[str, dict[str, Any] | None]:
@@ -58,6 +58,7 @@ def ways(only: str | None) -> dict[str, dict[str, Any] | None]:
     if only != "noise":
         found |= {"fedavg": None, "no prototypes": {"use_prototypes": False}}
         found |= {floors(n, m): {"min_count": n, "min_clients": m} for m in CLIENTS for n in COUNTS}
+        found |= {"rank 1 alone": {"prototype_rank": 1}, "preset private": dict(RedGrape.presets["private"])}
     if only != "floors":
         seed = {"dp_randomness": "seed"}
         prototypes = {"prototype_clip": CLIPS["prototype_clip"]} | seed

@@ -8,7 +8,7 @@ rounds. The attacker has what the method gives it, the model and the prototypes,
     ratio       a row of the prototype divided by the same entry of its bias: exact for one example, Section
                 "What prototypes give away" of docs/paper.md; for more a weighted mean of their features
     fit         knows how many examples n there are, and looks for n feature vectors that give the same prototype, by
-                LBFGS from several starts within the prototype's row space; counts as the one nearest to the victim
+                least squares from several starts within the prototype's row space; the one nearest to the victim counts
 
 Prints a Markdown table: exact recoveries (relative error below 0.1), the median relative error, and the mean cosine to
 the victim's features beside that of the class mean which the other clients' prototypes give, which needs nothing of the
@@ -20,13 +20,16 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
+from scipy.optimize import least_squares
 from torch import Tensor, nn
 
 import redgrape as rg
@@ -46,24 +49,38 @@ OTHERS = 4  # clients beside the victim's
 
 @dataclass(frozen=True)
 class Case:
-    """A row of the table: what the method keeps back, who attacks, and how many examples of the class the clients
-    hold: the victim's client, each of the others."""
+    """A row of the table: the method, who attacks, by which attack, and how many examples of the class the victim's
+    client holds, and each of the others."""
 
     name: str
+    method: RedGrape
     attacker: str
-    preset: str
+    attack: str
     held: int
-    others: int
-    attack: str = "ratio"
+    others: int = 8
 
 
+def floors(count: int, **options: Any) -> RedGrape:
+    return RedGrape(epochs=1, lr=0.02, min_count=count, min_clients=3, **options)
+
+
+PAPER = RedGrape(epochs=1, lr=0.02)
+PRIVATE = RedGrape.preset("private", epochs=1, lr=0.02)
 CASES = [
-    Case("paper, the only example of its client", "server", "paper", 1, 8),
-    Case("paper, and of all clients", "any client", "paper", 1, 0),
-    Case("private, the only example of its client", "server", "private", 1, 8),
-    Case("private, one of 8", "server", "private", 8, 8),
-    Case("private, one of 8", "server", "private", 8, 8, "fit"),
-    Case("private, one of 8 at each of 5 clients", "any client", "private", 8, 8),
+    Case("paper; the only example at its client", PAPER, "server", "ratio", 1),
+    Case("paper; the only example at all", PAPER, "any client", "ratio", 1, 0),
+    Case("min_count 8; the only example at its client", floors(8), "server", "ratio", 1),
+    Case("min_count 8; one of 8", floors(8), "server", "ratio", 8),
+    Case("min_count 2; one of 2", floors(2), "server", "fit", 2),
+    Case("min_count 4; one of 4", floors(4), "server", "fit", 4),
+    Case("min_count 8; one of 8", floors(8), "server", "fit", 8),
+    Case("min_count 2, rank 1; one of 2", floors(2, prototype_rank=1), "server", "fit", 2),
+    Case("min_count 4, rank 1; one of 4", floors(4, prototype_rank=1), "server", "fit", 4),
+    Case("private; the only example at its client", PRIVATE, "server", "ratio", 1),
+    Case("private; one of 8", PRIVATE, "server", "ratio", 8),
+    Case("private; one of 8", PRIVATE, "server", "fit", 8),
+    Case("private; one of 8 at each of 5 clients", PRIVATE, "any client", "ratio", 8),
+    Case("private; one of 8 at each of 5 clients", PRIVATE, "any client", "fit", 8),
 ]
 
 
@@ -79,52 +96,43 @@ def ratio(prototype: Tensors, c: int) -> Tensor:
     return prototype["weight"][c] / prototype["bias"][c]
 
 
-def fit(prototype: Tensors, c: int, W: nn.Linear, n: int, starts: int, seed: int) -> list[Tensor]:
-    """n feature vectors h = M V in the row space V of the prototype whose residuals give its columns: M is n x r."""
-    G, b = prototype["weight"].double(), prototype["bias"].double()
-    U, S, V = torch.linalg.svd(G, full_matrices=False)
-    r = min(n, int(S.gt(1e-6 * S[0]).sum()))
+def fit(prototype: Tensors, c: int, W: nn.Linear, n: int, starts: int, seed: int) -> Tensor:
+    """n feature vectors h = M V in the row space V of the prototype, whose residuals R = softmax(W h + b) - e_c give
+    its columns: (1/n) R^T [M, 1] = [U S, bias]. M is n x r, so these are n r unknowns in C (r + 1) equations."""
+    G = prototype["weight"].double().numpy()
+    U, S, V = np.linalg.svd(G, full_matrices=False)
+    r = min(n, int(np.greater(S, 1e-6 * S[0]).sum()))
     V = V[:r]
-    left = torch.cat([U[:, :r] * S[:r], b[:, None]], dim=1) / S[0]  # what (1/n) R^T [M, 1] must be
-    classifier = nn.Linear(W.in_features, W.out_features).double()
-    classifier.load_state_dict({name: t.double() for name, t in W.state_dict().items()})
-    logits, bias = V @ classifier.weight.detach().T, classifier.bias.detach()
-    target = torch.full((n,), c)
-    mean = ratio({"weight": G, "bias": b}, c) @ V.T
+    wanted = np.concatenate([U[:, :r] * S[:r], prototype["bias"].double().numpy()[:, None]], axis=1)
+    logits, bias = V @ W.weight.detach().double().numpy().T, W.bias.detach().double().numpy()
+    mean = V @ ratio(prototype, c).double().numpy()
 
-    def misfit(M: Tensor) -> Tensor:
-        R = torch.softmax(M @ logits + bias, dim=1) - nn.functional.one_hot(target, len(b))
-        made = R.T @ torch.cat([M, torch.ones(n, 1, dtype=M.dtype)], dim=1) / n / S[0]
-        return (made - left).square().sum() / left.square().sum()
+    def misfit(flat: NDArray[np.float64]) -> NDArray[np.float64]:
+        M = flat.reshape(n, r)
+        z = M @ logits + bias
+        p = np.exp(z - z.max(axis=1, keepdims=True))
+        R = p / p.sum(axis=1, keepdims=True)
+        R[:, c] -= 1
+        made = R.T @ np.concatenate([M, np.ones((n, 1))], axis=1) / n
+        return np.concatenate([(made - wanted).ravel(), np.zeros(max(0, n * r - made.size))])
 
-    found = []
-    for start in range(starts):
-        random = keys.torch_stream(seed, "fit", start)
-        M = mean + 0.5 * mean.norm() * r**-0.5 * torch.randn(n, r, generator=random, dtype=torch.float64)
-        M = minimized(M, misfit)
-        found.append((float(misfit(M)), M))
-    return list((min(found, key=lambda pair: pair[0])[1] @ V).float())
-
-
-def minimized(M: Tensor, misfit: Callable[[Tensor], Tensor]) -> Tensor:
-    M = M.clone().requires_grad_()
-    optimizer = torch.optim.LBFGS([M], max_iter=400, tolerance_grad=1e-12, line_search_fn="strong_wolfe")
-
-    def closure() -> Tensor:
-        optimizer.zero_grad()
-        value = misfit(M)
-        value.backward()
-        return value
-
-    optimizer.step(closure)
-    return M.detach()
+    random = keys.numpy_stream(seed, "fit")
+    spread = np.linalg.norm(mean) * r**-0.5
+    best: Any = None
+    for _ in range(starts):
+        start = (mean + 0.5 * spread * random.normal(size=(n, r))).ravel()
+        found = least_squares(misfit, start, method="lm", max_nfev=20_000)
+        best = found if best is None or found.cost < best.cost else best
+        if best.cost < 1e-12 * (wanted**2).sum():
+            break
+    return torch.from_numpy(best.x.reshape(n, r) @ V).float()
 
 
 def attack(
     case: Case, model: Tensors, build: Any, pool: rg.Examples, victim: int, starts: int
 ) -> tuple[float, float, float]:
     """Relative error, cosine, and the cosine of what the other clients give."""
-    method = RedGrape.preset(case.preset, epochs=1, lr=0.02)
+    method = case.method
     c = int(pool.labels[victim])
     random = keys.numpy_stream(0, "attack", victim)
     same = [int(i) for i in random.permutation((pool.labels == c).nonzero().flatten().numpy()) if i != victim]
@@ -151,20 +159,27 @@ def attack(
     elif case.attack == "ratio":
         guess = ratio(seen, c)
     else:
-        found = fit(seen, c, net.classifier, case.held, starts, victim)
-        guess = min(found, key=lambda g: float((g - h).norm()))
+        behind = case.held if case.attacker == "server" else case.held + OTHERS * case.others
+        found = fit(seen, c, net.classifier, behind, starts, victim)
+        guess = found[(found - h).norm(dim=1).argmin()]
     return float((guess - h).norm() / h.norm()), cosine(guess, h), cosine(others, h)
 
 
 def sent_by_victim(update: Tree, c: int) -> Tensors | None:
     sent = update["prototypes"]
     rows = (sent["classes"] == c).nonzero().flatten()
-    return {name: sent[name][rows[0]] for name in ("weight", "bias")} if len(rows) else None
+    return exact({name: t[rows[0]] for name, t in sent.items()}) if len(rows) else None
 
 
 def released(method: RedGrape, server: Tree, updates: Any, site: ServerSite, c: int) -> Tensors | None:
     broadcast = method.broadcast(method.server_update(server, updates, site))
-    return {name: g[c] for name, g in broadcast["prototypes"].items()} if broadcast["seen"][c] else None
+    return exact({name: g[c] for name, g in broadcast["prototypes"].items()}) if broadcast["seen"][c] else None
+
+
+def exact(prototype: Tensors) -> Tensors:
+    """Weight and bias, also of one in factors."""
+    weight = prototype["weight"] if "weight" in prototype else prototype["left"] @ prototype["right"]
+    return {"weight": weight, "bias": prototype["bias"]}
 
 
 @torch.no_grad()

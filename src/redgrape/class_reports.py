@@ -21,7 +21,7 @@ from redgrape.aggregation import Averaging
 from redgrape.errors import ConfigError
 from redgrape.tree import Tree
 
-PRIVATE = {"min_count": 8, "min_clients": 3}  # the preset `private` of the methods that send class gradients
+PRIVATE = {"min_count": 8, "min_clients": 3}  # for the preset `private` of the methods that send class gradients
 
 
 class ClassReports(Averaging):
@@ -39,6 +39,11 @@ class ClassReports(Averaging):
     def reported(self, counts: Tensor) -> Tensor:
         """The mask of the classes that a client with these counts reports."""
         return counts >= self.min_count if self.reports_classes else torch.zeros_like(counts, dtype=torch.bool)
+
+    def solvable(self, num_classes: int) -> int:
+        """Of how many examples at most a class gradient gives every feature vector away, to who solves for them: with
+        n examples it has n n unknowns in (C - 1) (n + 1) equations (docs/privacy.md)."""
+        return num_classes - 1
 
     def fewest_contributors(self) -> int:
         """How many clients must report a class for it to be released."""

@@ -1,8 +1,9 @@
 """What each party could learn in a run, counted from what its folder records.
 
 The server sees every update as it is, and so the classes that a client reports. Clients see what the server releases:
-the model, and RedGrape's prototypes. A report of a single example is that example's feature vector; a class released
-from one client is that client's report. Counted in reports (client, class, round) and releases (class, round).
+the model, and RedGrape's prototypes. A report of a single example is that example's feature vector, one of few examples
+can be solved for all of theirs (ClassReports.solvable), and a class released from one client is that client's report.
+Counted in reports (client, class, round) and releases (class, round).
 """
 
 from __future__ import annotations
@@ -19,8 +20,6 @@ from redgrape.errors import StorageError
 from redgrape.method import Method
 from redgrape.privacy_ledger import PrivacyLedger
 from redgrape.store import RunFolder
-
-SMALL = 8  # reports of fewer examples than this are counted as small
 
 
 def disclosed(folder: RunFolder) -> dict[str, Any]:
@@ -47,8 +46,9 @@ def disclosed(folder: RunFolder) -> dict[str, Any]:
         facts["class_reports"] = {
             "min_count": method.min_count,
             "min_clients": method.min_clients,
+            "solvable_up_to": method.solvable(facts["classes"]),
             "server": _seen_by_server(method, rounds, counts),
-            "clients": _seen_by_clients(rounds),
+            "clients": _seen_by_clients(method, rounds),
         }
     return facts
 
@@ -75,12 +75,12 @@ class _Round:
         self, method: ClassReports, record: Mapping[str, Any], counts: Tensor | None, folder: RunFolder
     ) -> None:
         self.answered: list[int] = record["answered"]
-        self.of_one_example: Tensor | None = None  # classes that somebody reported from a single example
+        self.examples: Tensor | None = None  # behind the reports of each class, where that is known
         reported: Tensor | None = None
         if counts is not None:
             counted = counts[[k for k in self.answered if k not in record.get("left_out", [])]]
             reported = method.reported(counted)
-            self.of_one_example = (reported & (counted == 1)).any(dim=0)
+            self.examples = (counted * reported).sum(dim=0)
         if "class_contributors" in record:
             self.contributors = torch.tensor(record["class_contributors"])
         elif reported is not None:  # a run of before it was recorded
@@ -101,7 +101,7 @@ def _seen_by_server(method: ClassReports, rounds: Sequence[_Round], counts: Tens
     took_part = torch.zeros(len(counts), dtype=torch.int64)
     for r in rounds:
         took_part[r.answered] += 1
-    of_one, small = reported & (counts == 1), reported & (counts < SMALL)
+    of_one, solvable = reported & (counts == 1), reported & (counts <= method.solvable(counts.shape[1]))
 
     def in_all(pairs: Tensor) -> int:
         return int((pairs * took_part[:, None]).sum())
@@ -115,24 +115,26 @@ def _seen_by_server(method: ClassReports, rounds: Sequence[_Round], counts: Tens
         "pairs_held_back": once((counts > 0) & ~reported),
         "single_example_reports": in_all(of_one),
         "single_examples": once(of_one),
-        "small_pairs": once(small),
+        "solvable_pairs": once(solvable),
+        "solvable_examples": int((counts * solvable)[took_part > 0].sum()),
         "classes_of_clients": {
             str(k): reported[k].nonzero().flatten().tolist() for k in took_part.nonzero().flatten().tolist()
         },
     }
 
 
-def _seen_by_clients(rounds: Sequence[_Round]) -> dict[str, Any]:
+def _seen_by_clients(method: ClassReports, rounds: Sequence[_Round]) -> dict[str, Any]:
     alone = [r.released & (r.contributors == 1) for r in rounds]
     behind = [int(r.contributors[r.released].min()) for r in rounds if r.released.any()]
-    pairs = zip(alone, rounds, strict=True)
-    of_one_example = [int((a & r.of_one_example).sum()) for a, r in pairs if r.of_one_example is not None]
+    known = [(r.released, r.examples) for r in rounds if r.examples is not None]  # those of all rounds, or of none
+    limit = method.solvable(len(rounds[0].released)) if rounds else 0
     return {
         "as_prototypes": any(r.is_prototype for r in rounds),
         "releases": sum(int(r.released.sum()) for r in rounds),
         "fewest_contributors": min(behind, default=None),
         "releases_from_one_client": sum(int(a.sum()) for a in alone),
-        "releases_of_one_example": sum(of_one_example) if len(of_one_example) == len(rounds) else None,
+        "releases_of_one_example": sum(int((r & (n == 1)).sum()) for r, n in known) if known else None,
+        "solvable_releases": sum(int((r & (n <= limit) & (n > 0)).sum()) for r, n in known) if known else None,
         "held_back": sum(int((~r.released & (r.contributors > 0)).sum()) for r in rounds),
         "classes_released": sorted({c for r in rounds for c in r.released.nonzero().flatten().tolist()}),
     }
@@ -177,24 +179,29 @@ def _noise_words(noise: Mapping[str, Any] | None) -> list[str]:
 def _server_words(facts: Mapping[str, Any], reports: Mapping[str, Any]) -> list[str]:
     seen, floor = reports["server"], reports["min_count"]
     if "pairs" not in seen:
-        words = [f"{seen['reports']} reports of a class by a client, each of {floor} examples or more"]
-        return [*words, "which of them are of a single example, only the clients know"] if floor == 1 else words
+        limit = reports["solvable_up_to"]
+        words = [f"{seen['reports']} reports of a class by a client, each of {_examples(floor)} or more"]
+        few = f"the exact feature vectors behind reports of at most {_examples(limit)}: how many, only the clients know"
+        return [*words, few] if floor <= limit else words
     back = f", and {seen['pairs_held_back']} were held back" if floor > 1 else ""
     return [
         f"which classes each client holds, from {_examples(floor)} on: {seen['pairs']} pairs of a client and a class, "
         f"in {seen['reports']} reports{back}",
         f"the exact feature vector of {_examples(seen['single_examples'])}, the only ones of their class at their "
         f"client, in {seen['single_example_reports']} reports",
-        f"weighted mean features of fewer than {SMALL} examples for {seen['small_pairs']} pairs of a client and a "
-        "class, those of one example among them",
+        f"with some work the feature vectors of {_examples(seen['solvable_examples'])} in {seen['solvable_pairs']} "
+        "pairs, those among them: of so few examples a report can be solved for all; of the others a weighted mean",
     ]
 
 
 def _client_words(facts: Mapping[str, Any], seen: Mapping[str, Any]) -> list[str]:
     if not seen["as_prototypes"]:
         return ["class gradients only through the classifier that the server re-trains with them"]
-    single = seen["releases_of_one_example"]
-    exact = f", {single} of them of a single example, whose exact feature vector every client could compute"
+    single, solvable = seen["releases_of_one_example"], seen["solvable_releases"]
+    exact = (
+        f", and {single} of a single example, whose exact feature vector every client could compute; {solvable} were "
+        "of so few examples that they can be solved for all of them"
+    )
     least = f"; the fewest clients behind one were {seen['fewest_contributors']}" if seen["releases"] else ""
     return [
         f"prototypes of {len(seen['classes_released'])} of {facts['classes']} classes, released {seen['releases']} "
@@ -215,6 +222,7 @@ def leak_in_one_line(facts: Mapping[str, Any]) -> str | None:
     server, clients = reports["server"], reports["clients"]
     return (
         f"privacy: the server was told which classes each client holds ({server['pairs']} pairs) and could compute "
-        f"the exact features of {_examples(server['single_examples'])}; {clients['releases_from_one_client']} releases "
-        "were of one client alone; preset private keeps such classes back, `redgrape privacy RUN` tells more"
+        f"the exact features of {_examples(server['single_examples'])}, with some work of "
+        f"{server['solvable_examples']}; {clients['releases_from_one_client']} releases were of one client alone; "
+        "preset private keeps such classes back, `redgrape privacy RUN` tells more"
     )

@@ -79,9 +79,11 @@ class Creff(ClassReports, FedAvg):
 
     def privacy(self) -> str:
         single = (
-            "and, where it has one example of a class, that example's feature vector"
+            "and, where it has one example of a class, that example's feature vector; of fewer examples than there are "
+            "classes, all of theirs"
             if self.min_count == 1
-            else f"(they were sent from {self.min_count} examples of a class on) and weighted means of their features"
+            else f"(they were sent from {self.min_count} examples of a class on) and, where it has fewer examples of "
+            "it than there are classes, their feature vectors"
         )
         return (
             "In CReFF a client also sends the classifier's gradient on each of its classes. These expose which classes "

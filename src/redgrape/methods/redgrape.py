@@ -120,7 +120,7 @@ class RedGrape(ClassReports, FedAvg):
             "balanced_stats": "batch_update",
             "prototype_view": "augmented",
         },
-        "private": PRIVATE,
+        "private": {**PRIVATE, "prototype_rank": 1},  # of n < C examples the exact one can be solved for all of them
     }
 
     assumes: ClassVar[str] = "class presence may be seen"
@@ -248,6 +248,9 @@ class RedGrape(ClassReports, FedAvg):
     def reports_classes(self) -> bool:
         return self.use_prototypes
 
+    def solvable(self, num_classes: int) -> int:
+        return min(num_classes - 1, self.prototype_rank or num_classes)  # of a rank below n, some have no trace in it
+
     def client_update(self, broadcast: Tree, state: Tree, site: ClientSite) -> tuple[Tree, Tree]:
         """Algorithm 1."""
         net = self.load_for_training(broadcast["model"], site)
@@ -371,7 +374,12 @@ class RedGrape(ClassReports, FedAvg):
             "example's exact feature vector (the encoder's output) can be computed from it."
             if self.min_count == 1
             else f"They were sent from {self.min_count} examples of a class on, so that none is of a single example; "
-            "a prototype still gives weighted means of its examples' feature vectors."
+            "a prototype still gives weighted means of its examples' feature vectors"
+            + (
+                ", and of fewer examples than there are classes every one of them."
+                if self.prototype_rank is None
+                else "."
+            )
         )
         if self.prototype_rank is not None:
             r = self.prototype_rank
