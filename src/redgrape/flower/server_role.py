@@ -24,18 +24,18 @@ class Server:
     """`simulation`: no sites can connect; Flower simulates them on this machine or a cluster, with Ray."""
 
     def __init__(self, deployment: Deployment, say: Callable[[str], None], *, simulation: bool = False) -> None:
-        self._deployment, self._say, self._simulation = deployment, say, simulation
+        self.deployment, self._say, self._simulation = deployment, say, simulation
         self.link = Link(deployment)
         self._owned: Owned | None = None
 
     def start(self, **more: str) -> None:
         """Returns when it answers and knows the sites' keys."""
         require_flower()
-        options, server = self._deployment.options, self._deployment.server
+        options, server = self.deployment.options, self.deployment.server
         check_port(options.bind, options.port)
         self.link.write_connection()
         command = [sys.executable, "-m", "redgrape.flower.launch", "superlink"]
-        command += ["--host", options.bind, "--port", str(options.port), "--database", self._deployment.database]
+        command += ["--host", options.bind, "--port", str(options.port), "--database", self.deployment.database]
         command += ["--simulation"] if self._simulation else []
         if options.plain or self._simulation:
             command += ["--insecure"]
@@ -43,7 +43,7 @@ class Server:
             self._check_certificates()
             command += ["--ssl-ca-certfile", str(server / "ca.crt"), "--ssl-certfile", str(server / "server.crt")]
             command += ["--ssl-keyfile", str(server / "server.key"), "--enable-supernode-auth"]
-        env = environment(self._deployment.flower_home, {DEPLOYMENT: str(self._deployment.path), **more})
+        env = environment(self.deployment.flower_home, {DEPLOYMENT: str(self.deployment.path), **more})
         log = server / "superlink.log"
         log.unlink(missing_ok=True)
         self._owned = Owned(command, env, log)
@@ -58,19 +58,19 @@ class Server:
             self._register()
 
     def _check_certificates(self) -> None:
-        server = self._deployment.server
+        server = self.deployment.server
         for name in ("ca.crt", "server.crt"):
             if certificates.days_left(server / name) < 0:
                 raise ConfigError(
-                    f"'{server / name}' has expired; `redgrape deploy renew {self._deployment.path}` makes a new one"
+                    f"'{server / name}' has expired; `redgrape deploy renew {self.deployment.path}` makes a new one"
                 )
         certificates.check_private(server / "server.key")
 
     def _register(self) -> None:
         """Make the sites' keys known, as far as they are not."""
         known = {str(node.get("name")) for node in self.link.sites()}
-        names = [name for name in self._deployment.options.sites if name not in known]
-        self.link.register({name: self._deployment.site(name) / "key.pub" for name in names})
+        names = [name for name in self.deployment.options.sites if name not in known]
+        self.link.register({name: self.deployment.site(name) / "key.pub" for name in names})
 
     def watch(self) -> None:
         """Until it is interrupted. A SuperLink that ends is started again."""
@@ -109,7 +109,7 @@ def check_port(bind: str, port: int) -> None:
 @contextmanager
 def running(server: Server, **more: str) -> Iterator[Server]:
     """A server for as long as a block lasts."""
-    with durable.storage_errors("use", server._deployment.server):
+    with durable.storage_errors("use", server.deployment.server):
         try:
             server.start(**more)
             yield server
