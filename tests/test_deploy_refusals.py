@@ -169,34 +169,46 @@ def test_no_certificates_at_all(deployment: Local, west: Path, tmp_path: Path, t
     tally("refused: no certificates", 3, 3)
 
 
-def test_nothing_listens_beyond_the_address_asked_for(deployment: Local, tally: Callable[..., None]) -> None:
+def _family(deployment: Local) -> list[int]:
     assert deployment.server is not None
     roots = [deployment.server, *deployment.sites.values()]
-    pids = [
+    return [
         pid for root in roots if root.process.poll() is None for pid in [root.process.pid, *family(root.process.pid)]
     ]
+
+
+def _listening(pids: list[int]) -> list[str]:
+    """The addresses at which these processes wait for connections, as the kernel writes them."""
     inodes = set()
     for pid in pids:
-        for link in Path(f"/proc/{pid}/fd").iterdir():
-            try:
-                inodes.add(str(link.readlink()))
-            except OSError:
-                continue
-    listening = []
+        try:
+            inodes |= {str(link.readlink()) for link in Path(f"/proc/{pid}/fd").iterdir()}
+        except OSError:  # it has just ended, or closed one
+            continue
+    found = []
     for table in ("tcp", "tcp6"):
         for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
             fields = line.split()
             if fields[3] == "0A" and f"socket:[{fields[9]}]" in inodes:
-                listening.append(fields[1].split(":")[0])
-    assert len(listening) >= 3 and set(listening) == {"0100007F"}, listening  # 127.0.0.1
-    for pid in pids:
+                found.append(fields[1].split(":")[0])
+    return found
+
+
+def test_nothing_listens_beyond_the_address_asked_for(deployment: Local, tally: Callable[..., None]) -> None:
+    def doors() -> list[str] | None:
+        found = _listening(_family(deployment))
+        return found if len(found) >= 3 else None  # the server and two sites
+
+    listening = wait_for(doors, "three doors")
+    assert set(listening) == {"0100007F"}, listening  # 127.0.0.1
+    for pid in _family(deployment):
         try:
-            environment = Path(f"/proc/{pid}/environ").read_bytes()
+            told = Path(f"/proc/{pid}/environ").read_bytes()
         except OSError:  # a process for a message, which has ended
             continue
-        if b"FLWR_HOME" in environment:
-            assert b"FLWR_TELEMETRY_ENABLED=0" in environment and b"FLWR_DISABLE_UPDATE_CHECK=1" in environment
-            assert b"FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION=1" in environment
+        if b"FLWR_HOME" in told:
+            assert b"FLWR_TELEMETRY_ENABLED=0" in told and b"FLWR_DISABLE_UPDATE_CHECK=1" in told
+            assert b"FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION=1" in told
     tally("nothing listens beyond the address asked for", len(listening), len(listening))
 
 
