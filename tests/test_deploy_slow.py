@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
@@ -203,6 +204,8 @@ def test_a_killed_server_goes_on_to_the_same_bits(
         assert run.process.wait(timeout=300) != 0
         deployment.start_server()
         deployment.run("b", *words)
+        said = json.loads(deployment.command("deploy", "status", deployment.path, "--json"))
+        assert said["sites"] == dict.fromkeys(SITES, "online") and said["run"]["state"] == "finished"
         whole = tree.equal(deployment.server_state("b"), deployment.locally("b"))
         tally("a killed server goes on to the same bits", 2, int(alone) + int(whole))
         assert alone and whole

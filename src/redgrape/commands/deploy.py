@@ -241,9 +241,9 @@ def status(options: argparse.Namespace) -> None:
     deployment = Deployment(options.folder)
     link = Link(deployment)
     is_up = link.is_up()
-    nodes = link.sites() if is_up else []
-    by_name = {str(node.get("name")): str(node.get("status")) for node in nodes}
-    sites = {name: by_name.get(name, "not registered") for name in deployment.options.sites}
+    known = link.sites() if is_up else {}
+    otherwise = "not known" if deployment.options.plain else "not registered"
+    sites = {name: known.get(name, otherwise) for name in deployment.options.sites}
     state = submission.journal(deployment)
     newest = {key: state.get(key) for key in ("run", "state", "round", "message")} if state else None
     if newest is not None and newest["state"] == "running" and not submission.is_active(deployment):

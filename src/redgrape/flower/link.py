@@ -14,7 +14,8 @@ from typing import Any
 
 import tomli_w
 
-from redgrape.errors import RedgrapeError
+from redgrape import durable
+from redgrape.errors import RedgrapeError, StorageError
 from redgrape.flower.folder import Deployment, address, is_everywhere
 from redgrape.flower.launch import END
 from redgrape.flower.processes import environment
@@ -60,14 +61,33 @@ class Link:
         finally:
             connection.close()
 
-    def sites(self) -> list[dict[str, Any]]:
-        """The nodes that are registered, with their status."""
-        nodes: list[dict[str, Any]] = self._ask("supernode", "list", NAME).get("nodes", [])
-        return nodes
+    def sites(self) -> dict[str, str]:
+        """How the sites are doing that are registered. Flower lists nodes without their names, so these are kept."""
+        listed = self._ask("supernode", "list", NAME).get("nodes", [])
+        status = {str(node.get("node-id")): str(node.get("status")) for node in listed}
+        return {name: status[node] for name, node in self._registered().items() if node in status}
 
     def register(self, keys: Mapping[str, Path]) -> None:
         """Make the keys of these sites known."""
-        self._ask_all([["supernode", "register", str(key), NAME, "--name", name] for name, key in keys.items()])
+        commands = [["supernode", "register", str(key), NAME, "--name", name] for name, key in keys.items()]
+        nodes = [str(answer["node-id"]) for answer in self._ask_all(commands)]
+        known = self._registered() | dict(zip(keys, nodes, strict=True))
+        durable.replace_file(self._nodes, json.dumps(known).encode())
+
+    @property
+    def _nodes(self) -> Path:
+        return self._deployment.server / "nodes.json"
+
+    def _registered(self) -> dict[str, str]:
+        """Flower's number for each site that was registered."""
+        try:
+            return {str(name): str(node) for name, node in json.loads(self._nodes.read_text(encoding="utf-8")).items()}
+        except FileNotFoundError:
+            return {}
+        except (OSError, ValueError, AttributeError) as error:
+            raise StorageError(
+                f"'{self._nodes}' cannot be read ({error}); remove it and superlink.db beside it, which makes all anew"
+            ) from error
 
     def start(self, settings: Mapping[str, str], *more: str) -> str:
         """Start the app; the id of Flower's run."""

@@ -68,9 +68,13 @@ class Server:
 
     def _register(self) -> None:
         """Make the sites' keys known, as far as they are not."""
-        known = {str(node.get("name")) for node in self.link.sites()}
+        known = self.link.sites()
         names = [name for name in self.deployment.options.sites if name not in known]
-        self.link.register({name: self.deployment.site(name) / "key.pub" for name in names})
+        try:
+            self.link.register({name: self.deployment.site(name) / "key.pub" for name in names})
+        except RedgrapeError as error:  # a crash may have come between a registration and our note of it
+            database = self.deployment.database
+            raise RedgrapeError(f"{error}; if keys are in use already, remove '{database}': it is made anew") from error
 
     def watch(self) -> None:
         """Until it is interrupted. A SuperLink that ends is started again."""
