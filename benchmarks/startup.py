@@ -79,12 +79,12 @@ def steps_of_a_run() -> dict[str, float]:
     timed("import redgrape's own modules", own_imports)
     from redgrape.data.prepare import prepare
     from redgrape.experiment import Experiment
-    from redgrape.runs import environment
+    from redgrape.runs import about
     from redgrape.training import Training
 
     experiment = timed("check the experiment", lambda: Experiment.parse({"rounds": 2, "net": {"name": "mlp"}}))
     federation = timed("load and divide the data", lambda: prepare(experiment.data, experiment.seed, Path()))
-    timed("fingerprint the data", lambda: environment("cpu", federation))
+    timed("fingerprint the data", lambda: about(federation))
     build = experiment.builder(federation)
     training = timed(
         "start two workers",

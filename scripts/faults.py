@@ -11,7 +11,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-TESTS = ["faults", "configurations", "strangers", "store", "updates", "robust"]
+TESTS = ["faults", "configurations", "strangers", "store", "updates", "robust", "deploy_slow", "deploy_refusals"]
 BEGIN, END = "<!-- faults:begin -->", "<!-- faults:end -->"
 
 

@@ -269,7 +269,8 @@ def test_compare(command: Command, toml: Path, tmp_path: Path) -> None:
     runs = [f"{method}-seed{seed}" for method in ("fedavg", "redgrape-lam-0.2-norm-per_tensor") for seed in (0, 1)]
     assert sorted(p.name for p in (tmp_path / "cmp").iterdir()) == sorted([*runs, "per_class.png", "table.md"])
     assert (tmp_path / "cmp" / "per_class.png").read_bytes().startswith(PNG)
-    assert len(outcome.err.splitlines()) == 8
+    lines = outcome.err.splitlines()
+    assert ["note: privacy: " in line for line in lines] == [False] * 6 + [True] + [False] * 2 + [True]
     assert outcome.err.startswith("fedavg seed 0  round 1/2")
     table = (tmp_path / "cmp" / "table.md").read_text()
     for method, names in (("fedavg", runs[:2]), ("redgrape:lam=0.2,norm=per_tensor", runs[2:])):

@@ -28,6 +28,7 @@ from redgrape.testing import engines_agree
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
 NOT_RUN = "<!-- not run -->"
+NAMES_ALONE = [["resume"], ["export"], ["run"], ["deploy", "run"], ["deploy", "renew"]]  # commands in a sentence
 
 by_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 
@@ -104,7 +105,7 @@ def test_commands_parse(page: Path) -> None:
         if arguments == ["--version"]:
             with pytest.raises(SystemExit, match="0"):
                 parser.parse_args(arguments)
-        elif arguments not in (["resume"], ["export"], ["run"]):  # the command's name alone, in a sentence
+        elif arguments not in NAMES_ALONE:
             parser.parse_args(arguments)
 
 
@@ -211,15 +212,18 @@ def test_what_is_here_is_here() -> None:
     here = set(re.findall(r"`([a-z0-9_ ]+)`", table))
     parser: Any = cli._parser()
     top = next(a for a in parser._actions if a.dest == "==SUPPRESS==" or a.choices).choices
-    inner = next(a for a in top["data"]._actions if a.choices).choices
-    all_commands = (set(top) - {"data"}) | {f"data {name}" for name in inner}
+    groups = ("data", "deploy")
+    inner = {f"{group} {name}" for group in groups for a in top[group]._actions if a.choices for name in a.choices}
+    all_commands = (set(top) - set(groups)) | inner
     for names in (methods.names(), nets.NETS, READERS, all_commands):
         assert set(names) <= here
     reference = (ROOT / "docs/reference.md").read_text()
     codes = {name: int(code) for code, name in re.findall(r"^\| (\d+) \| `(\w+)` \|", reference, re.MULTILINE)}
     kinds = [errors.RedgrapeError, *errors.RedgrapeError.__subclasses__()]
     assert codes == {kind.__name__: kind.exit_code for kind in kinds}
-    assert all_commands == set(re.findall(r"^\| `redgrape ((?:data )?[a-z]+)", reference, re.MULTILINE)) - {"COMMAND"}
+    assert all_commands == set(re.findall(r"^\| `redgrape ((?:data |deploy )?[a-z]+)", reference, re.MULTILINE)) - {
+        "COMMAND"
+    }
 
 
 def test_readme_shows_the_example_of_the_quickstart() -> None:

@@ -608,6 +608,11 @@ def test_presets() -> None:
         "lr_schedule": "constant",
         "freeze_encoder": False,
         "aggregation": "mean",
+        "min_clients": 1,
+        "dp_clip": None,
+        "dp_noise": 0.0,
+        "prototype_clip": None,
+        "prototype_noise": 0.0,
     }
     released = {
         "placement": "after_step",
@@ -617,10 +622,12 @@ def test_presets() -> None:
         "balanced_stats": "batch_update",
         "prototype_view": "augmented",
     }
-    not_used = {"lr", "lr_final", "lam_final", "byzantine", "update_norm"}
+    not_used = {"lr", "lr_final", "lam_final", "byzantine", "update_norm", "dp_delta", "dp_randomness"}
     assert RedGrape() == RedGrape.preset("paper")
     assert {k: v for k, v in dict(RedGrape.preset("paper")).items() if k not in not_used} == paper
     assert {k: v for k, v in dict(RedGrape.preset("released")).items() if k not in not_used} == paper | released
+    private = {"min_count": 8, "min_clients": 3, "prototype_rank": 1}
+    assert {k: v for k, v in dict(RedGrape.preset("private")).items() if k not in not_used} == paper | private
     assert RedGrape.preset("released", clip_norm=None, lam=0.5) == RedGrape(**{**released, "clip_norm": None}, lam=0.5)
     with pytest.raises(ConfigError, match="unknown preset 'papr'; did you mean 'paper'"):
         RedGrape.preset("papr")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import random
 import shutil
@@ -21,7 +22,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from redgrape import durable, tree
+from redgrape import acceptance, durable, tree
 from redgrape.data.prepare import DataOptions, prepare
 from redgrape.errors import BusyError, ConfigError, DataError, Diverged, RedgrapeError, StorageError
 from redgrape.experiment import Experiment
@@ -659,8 +660,11 @@ def test_a_damaged_environment_is_refused(tmp_path: Path, tiny: Values) -> None:
             next(Run(run.folder, workers=1).steps())
 
 
-def test_a_run_that_diverges_keeps_its_last_good_round(tmp_path: Path, tiny: Values) -> None:
+def test_a_run_that_diverges_keeps_its_last_good_round(
+    tmp_path: Path, tiny: Values, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It stops with exit code 3 and writes neither the line nor the checkpoint of the round that went wrong."""
+    monkeypatch.setattr(acceptance, "LONGEST", math.inf)  # else no round is good
     folder = RunFolder.create(tmp_path / "run", Experiment.parse(tiny(rounds=9, method__lr=1e37)))
     with pytest.raises(Diverged, match="DIVERGED in round"):
         for _ in Run(folder, workers=1).steps():

@@ -417,6 +417,37 @@ def test_reasons() -> None:
 # What happens to the run
 
 
+@pytest.mark.parametrize(
+    ("name", "options", "group"),
+    [
+        ("redgrape", {}, "prototypes"),
+        ("redgrape", {"prototype_rank": 1}, "prototypes"),
+        ("creff", {}, "class_gradients"),
+    ],
+)
+def test_class_gradients_that_were_turned_round_are_rejected(name: str, options: dict[str, Any], group: str) -> None:
+    method = small(name, **options)
+    start, answers = first_round(method)
+    honest = dict(answers)
+    turned = {n: t if n == "classes" else -t for n, t in honest[1].update[group].items()}
+    state = after(method, [(0, honest[0]), (1, honest[1]._replace(update={**honest[1].update, group: turned}))], start)
+    assert state.record["answered"] == [0]
+    assert "no gradient of a cross-entropy" in state.record["rejected"]["1"]
+
+
+@pytest.mark.parametrize("factor", [1e7, 1e20, 1e36])
+def test_an_update_beyond_all_measure_is_rejected(factor: float) -> None:
+    method = small("scaffold")
+    start, answers = first_round(method)
+    honest = dict(answers)
+    for group in ("delta", "delta_c"):
+        long = {n: torch.full_like(t, factor) for n, t in honest[1].update[group].items()}
+        sent = honest[1]._replace(update={**honest[1].update, group: long})
+        state = after(method, [(0, honest[0]), (1, sent)], start)
+        assert state.record["answered"] == [0]
+        assert state.record["rejected"]["1"].startswith(f"'{group}' has the length")
+
+
 def test_below_the_minimum_the_run_diverges_or_has_too_few_clients() -> None:
     method = small("fedavg")
     start, answers = first_round(method)

@@ -19,6 +19,8 @@ from redgrape import tree
 from redgrape.tree import Tensors, Tree
 
 MOST_EXAMPLES = 10**9  # that a client may claim where it has not declared how many it holds
+LONGEST = 1e4  # times the model's own length: no group of an update is longer, unless training diverges
+_SLACK = 1e-3  # of what a class gradient must be; it may have been rounded to half precision
 
 
 class UpdateRejected(Exception):
@@ -27,6 +29,10 @@ class UpdateRejected(Exception):
 
 class NotFinite(UpdateRejected):
     """An update with NaN or infinity in it, as training that diverges gives."""
+
+
+class TooLong(NotFinite):
+    """An update beyond all measure, as training that is about to leave the finite numbers gives, or a liar."""
 
 
 @dataclass(frozen=True)
@@ -39,21 +45,24 @@ class Declared:
 
 @dataclass(frozen=True)
 class Rows:
-    """One such row for each class that the group's `classes` name."""
+    """One such row for each class that the group's `classes` name. `gradient`: it is the mean gradient of the
+    cross-entropy of the class's examples."""
 
     row: Tensor
+    gradient: bool = False
 
 
-def class_rows(classifier: Tree, *, counted: bool = False) -> dict[str, Any]:
+def class_rows(classifier: Tree, *, counted: bool = False, gradients: bool = False) -> dict[str, Any]:
     """The description of a group that holds a tensor like each of the classifier's for some classes: their numbers as
-    `classes`, and the examples behind each as `counts` where they are `counted`."""
+    `classes`, and the examples behind each as `counts` where they are `counted`. `gradients`: each is the mean gradient
+    of the cross-entropy of the class's examples, and must look like one."""
     number = Rows(torch.zeros((), dtype=torch.int64))
-    rows = {"classes": number, **_rows(classifier)}
+    rows = {"classes": number, **_rows(classifier, gradients)}
     return rows | ({"counts": number} if counted else {})
 
 
-def _rows(group: Tree) -> dict[str, Any]:
-    return {name: _rows(t) if isinstance(t, Mapping) else Rows(t) for name, t in group.items()}
+def _rows(group: Tree, gradients: bool) -> dict[str, Any]:
+    return {n: _rows(t, gradients) if isinstance(t, Mapping) else Rows(t, gradients) for n, t in group.items()}
 
 
 def check(update: Any, like: Tree, declared: Declared | None, num_classes: int, *, exact: bool) -> None:
@@ -80,6 +89,19 @@ def check(update: Any, like: Tree, declared: Declared | None, num_classes: int, 
     for name, wanted in expected.items():
         if isinstance(wanted, Rows) and name.endswith("/classes") and name in flat:
             _check_classes(flat, name.removesuffix("classes"), expected, declared, num_classes)
+
+
+def check_length(update: Tree, model: Tensors) -> None:
+    """Raise TooLong where a group of the update is longer than training could make it. Running statistics have no
+    length that means anything."""
+    own = max(1.0, _length(model))
+    for group, value in update.items():
+        if group != "buffers" and (length := _length(tree.flatten({group: value}))) > LONGEST * own:
+            raise TooLong(f"'{group}' has the length {length:.3g}, over {LONGEST:g} times that of the model, {own:.3g}")
+
+
+def _length(flat: Tensors) -> float:
+    return math.hypot(*(float(torch.linalg.vector_norm(t)) for t in flat.values() if t.is_floating_point()))
 
 
 def named_tensors(update: Any) -> Tensors:
@@ -160,3 +182,19 @@ def _check_classes(
         most = torch.full_like(counts, MOST_EXAMPLES) if held is None else held
         if ((counts < 1) | (counts > most)).any():
             raise UpdateRejected(f"'{group}counts' claims more examples of a class than this client can have, or none")
+    bias = expected.get(f"{group}bias")
+    if isinstance(bias, Rows) and bias.gradient:
+        _check_gradients(f"{group}bias", flat[f"{group}bias"], classes)
+
+
+def _check_gradients(name: str, bias: Tensor, classes: Tensor) -> None:
+    """A class's mean gradient for the bias is the mean of p - e_c: below zero for the class itself and above for all
+    others, within one of zero. A prototype that was turned round, to push away from its class, is not."""
+    own = torch.nn.functional.one_hot(classes, bias.shape[1]).bool() if len(classes) else bias.bool()
+    towards = torch.where(own, -bias, bias)
+    wrong = ((towards < -_SLACK) | (towards > 1 + _SLACK)).any(dim=1)
+    if wrong.any():
+        raise UpdateRejected(
+            f"'{name}' of class {int(classes[wrong][0])} is no gradient of a cross-entropy: it must lie below zero for "
+            "its own class and above for the others"
+        )

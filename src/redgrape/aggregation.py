@@ -8,20 +8,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 import torch
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, model_validator
 from torch import Tensor
 
 from redgrape import robust, tree
+from redgrape.accounting import Mechanism, check_installed
 from redgrape.classifier_gradients import mean_over_holders
 from redgrape.errors import ConfigError
 from redgrape.nets.net import Net
+from redgrape.noise import with_noise
 from redgrape.tree import Tensors, Tree
 
 if TYPE_CHECKING:
-    from redgrape.method import ClientId, Site
+    from redgrape.method import ClientId, ServerSite, Site
 
 
 class Averaging(BaseModel):
@@ -38,6 +40,47 @@ class Averaging(BaseModel):
     update_norm: float | None = Field(
         None, gt=0, allow_inf_nan=False, description="longest update with norm_clipping; none: a round's median length"
     )
+    dp_clip: float | None = Field(
+        None, gt=0, allow_inf_nan=False, description="longest update of a client; clients then count alike"
+    )
+    dp_noise: float = Field(
+        0.0, ge=0, allow_inf_nan=False, description="noise on the sum of the updates, in multiples of dp_clip"
+    )
+    dp_delta: float = Field(1e-5, gt=0, lt=1, description="the delta at which epsilon is told")
+    dp_randomness: Literal["secret", "seed"] = Field(
+        "secret", description="noise from a key that only the server has, or from the seed, which anybody can repeat"
+    )
+
+    noised: ClassVar[bool] = False  # whether all that its server lets out comes from averages that can get noise
+
+    @model_validator(mode="after")
+    def _noise_covers_what_is_let_out(self) -> Self:
+        if self.dp_noise and self.dp_clip is None:
+            raise ValueError(f"dp_noise is {self.dp_noise:g}, and updates have any length; set dp_clip as well")
+        if self.dp_clip is not None and self.aggregation != "mean":
+            raise ValueError(f"aggregation is {self.aggregation}, and dp_clip bounds a mean; choose one of them")
+        if self.dp_noise and not vars(type(self)).get("noised", False):  # an heir may let out more: it must say so
+            raise ValueError(
+                f"dp_noise is {self.dp_noise:g}, and this method's server lets out more than an average with noise; "
+                "redgrape, fedavg, fedavgm, fedopt, fedprox and fed_focal can have it"
+            )
+        return self
+
+    def mechanisms(self, num_classes: int) -> list[Mechanism]:
+        """What a client's data go through in a round, with its noise; none where there is no noise at all."""
+        return [Mechanism("model", self.dp_noise, 1)] if self.dp_noise else []
+
+    def check_noise(self, *, has_statistics: bool) -> None:
+        """Raise ConfigError where the noise could not keep what it promises: clients of a net that `has_statistics`
+        send them as they are."""
+        if not self.mechanisms(1):
+            return
+        check_installed()
+        if has_statistics:
+            raise ConfigError(
+                "this net has running statistics (BatchNorm), which are averaged without noise; choose another net, "
+                "or method.dp_noise=0"
+            )
 
     def fewest_answers(self) -> int:
         return robust.fewest_updates(self.aggregation, self.byzantine, self.update_norm)
@@ -58,12 +101,19 @@ class Averaging(BaseModel):
                 return {clients[i]: answers[i] for i in chosen}
             case "norm_clipping":
                 return dict(zip(clients, robust.clip(answers, self.update_norm), strict=True))
+            case _ if self.dp_clip is not None:
+                return dict(zip(clients, robust.clip(answers, self.dp_clip), strict=True))
             case _:
                 return updates
 
-    def mean_delta(self, updates: Sequence[Tree], weights: Sequence[float], group: str = "delta") -> Tensors:
-        """The average of one group of the updates, in the order of the clients' ids."""
+    def mean_delta(
+        self, updates: Sequence[Tree], weights: Sequence[float], group: str = "delta", site: ServerSite | None = None
+    ) -> Tensors:
+        """The average of one group of the updates, in the order of the clients' ids. Noise needs the site."""
         groups = [u[group] for u in updates]
+        if self.dp_clip is not None:  # all groups of an update together are no longer than that: see `counted`
+            mean = tree.weighted_mean(groups, [1.0] * len(groups))
+            return self.noisy(mean, self.dp_noise * self.dp_clip / len(groups), group, site)
         match self.aggregation:
             case "median":
                 return robust.median(groups)
@@ -71,6 +121,13 @@ class Averaging(BaseModel):
                 return robust.trimmed_mean(groups, self.byzantine)
             case _:
                 return tree.weighted_mean(groups, weights)
+
+    def noisy(self, means: Tensors, deviation: float, purpose: str, site: ServerSite | None) -> Tensors:
+        if deviation == 0:
+            return means
+        assert site is not None, "noise is drawn at a site"
+        key = site.noise_key(self.dp_randomness)
+        return {name: with_noise(t, deviation, key, purpose, name, site.round) for name, t in means.items()}
 
     def mean_buffers(self, updates: Sequence[Tree], weights: Sequence[float]) -> Tensors:
         """Running statistics averaged like parameters; integers (BatchNorm's batch counter) by their maximum. They are

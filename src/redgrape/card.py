@@ -120,8 +120,8 @@ def _classes(card: Mapping[str, Any]) -> str:
     rows = [
         [
             plain(name),
-            group[c],
-            str(run["class_counts"][c]),
+            group.get(c, "–"),
+            str(run["class_counts"][c]) if run["class_counts"] else "–",
             percent(last[c] if last else None),
             percent(mean[c] if mean else None),
         ]
@@ -132,6 +132,13 @@ def _classes(card: Mapping[str, Any]) -> str:
 
 def _data(run: Mapping[str, Any]) -> str:
     data, counts = run["experiment"]["data"], run["class_counts"]
+    if counts is None:
+        return bullets(
+            [
+                f"source: the {run['clients']} sites of a deployment, where the examples have stayed",
+                "training examples: known to the sites alone",
+            ]
+        )
     largest, smallest = max(counts), min(counts)
     ratio = f"{largest / smallest:.1f}" if smallest else "without bound, since a class has no example"
     asked = f", made with an imbalance ratio of {data['ir']:g}" if data["imbalance"] != "natural" else ""
@@ -163,14 +170,15 @@ def _training(card: Mapping[str, Any]) -> str:
 
 
 def _limits(card: Mapping[str, Any]) -> str:
-    counts = card["run"]["class_counts"]
-    rarest = min(range(len(counts)), key=counts.__getitem__)
+    counts, names = card["run"]["class_counts"], card["class_names"]
+    rarest = min(range(len(counts)), key=counts.__getitem__) if counts else None
+    example = "" if rarest is None else f" ({plain(names[rarest])} from {counts[rarest]})"
     return bullets(
         [
-            f"It answers with one of its {len(counts)} classes, whatever it is shown; for anything else the answer "
+            f"It answers with one of its {len(names)} classes, whatever it is shown; for anything else the answer "
             f"means nothing.",
-            f"Rare classes were learned from few examples ({plain(card['class_names'][rarest])} from "
-            f"{counts[rarest]}); look at their own accuracy above, not at the overall one.",
+            f"Rare classes were learned from few examples{example}; look at their own accuracy above, not at the "
+            "overall one.",
             "The figures hold for test data from the same source. On other data, or other shares of the classes, "
             "measure again (`redgrape.inference.evaluate_model`).",
             "Its probabilities have not been calibrated.",

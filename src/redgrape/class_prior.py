@@ -40,6 +40,16 @@ def survey(source: PriorSource, site: ClientSite) -> Tree:
     return {"class_counts": class_counts(site)} if source == "global" else {}
 
 
+def privacy(source: PriorSource) -> str:
+    """What the source tells the server beyond the updates."""
+    return {
+        "local": "",
+        "estimated": "The server estimates the clients' class shares together from their updates of the first round.",
+        "global": "Before the first round each client was asked how many examples of each class it has. The method "
+        "needs the sum alone; without a secure sum, whoever adds them up sees every client's counts.",
+    }[source]
+
+
 def check(source: PriorSource, method: LocalTraining) -> None:
     """Raise ValueError where the estimate, which reckons with the steps of plain sgd, would be wrong without a word."""
     if source == "estimated" and (method.optimizer != "sgd" or method.clip_norm is not None or method.weight_decay):

@@ -73,7 +73,8 @@ def _run(arguments: list[str]) -> int:
         return error.exit_code
     except KeyboardInterrupt as error:
         what = "terminated" if isinstance(error, _Terminated) else "interrupted"
-        print(f"redgrape: {what}; `redgrape resume RUN` goes on from the last finished round", file=sys.stderr)
+        again = "the same command goes on" if arguments[:1] == ["deploy"] else "`redgrape resume RUN` goes on"
+        print(f"redgrape: {what}; {again} from the last finished round", file=sys.stderr)
         return ENDED[signal.SIGTERM if what == "terminated" else signal.SIGINT]
     except BrokenPipeError:  # the reader, such as `head`, has gone
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -198,6 +199,8 @@ def _parser() -> argparse.ArgumentParser:
     command = add("show", "inspection", "show one run")
     command.add_argument("run", type=Path, help="the run folder")
     _add_on_flag(command)
+    command = add("privacy", "privacy", "tell what each party could learn in a run")
+    command.add_argument("run", type=Path, help="the run folder")
     command = add("report", "page", "write one HTML page about runs, to open in a browser or to pass on")
     command.add_argument("folders", nargs="+", type=Path, metavar="FOLDER", help="a run, or a folder with runs in it")
     command.add_argument("--out", type=Path, default=Path("report.html"), metavar="FILE", help="the page (report.html)")
@@ -235,7 +238,81 @@ def _parser() -> argparse.ArgumentParser:
     command = add("predict", "model", "apply an exported model to new data")
     command.add_argument("model", type=Path, help="the model folder")
     command.add_argument("data", type=Path, help="an image, a folder of images, or an .npz with x")
+    _add_deployment(commands)
     return parser
+
+
+def _add_deployment(commands: Any) -> None:
+    text = "real federations on Flower: data at several sites, none of it moves"
+    deploy = commands.add_parser("deploy", help=text, description=text)
+    parts = deploy.add_subparsers(required=True, metavar="COMMAND", parser_class=_Parser)
+
+    def add(name: str, text: str, folder: str = "the deployment's folder") -> argparse.ArgumentParser:
+        command: argparse.ArgumentParser = parts.add_parser(name, help=text, description=text, allow_abbrev=False)
+        command.set_defaults(command=_command("deploy", name))
+        command.add_argument("folder", type=Path, metavar="DIR", help=folder)
+        return command
+
+    command = add("init", "write what each party needs: certificates, keys, settings, scripts")
+    command.add_argument("--sites", required=True, metavar="A,B,C", help="the names of the sites")
+    command.add_argument("--host", required=True, metavar="NAME", help="by which the sites reach the server")
+    command.add_argument("--port", type=_port, default=8443, metavar="N", help="of the server (8443)")
+    command.add_argument("--bind", metavar="ADDRESS", help="that the server listens on; without it that of --host")
+    command.add_argument(
+        "--test", type=Path, metavar="DATA", help="a test set at the server; without it sites evaluate"
+    )
+    command.add_argument(
+        "--like", type=Path, metavar="DATA", help="data with all classes, that tells them and the shape"
+    )
+    command.add_argument("--classes", metavar="A,B,C", help="the names of the classes, or how many (numbered from 0)")
+    command.add_argument("--shape", type=_shape, metavar="1,28,28", help="of an input")
+    command.add_argument("--input", choices=["uint8", "float"], default="uint8", help="pixels (uint8) or numbers")
+    command.add_argument("--image-size", type=_positive, metavar="N", help="resize the images of folders to N by N")
+    command.add_argument("--tail", metavar="A,B", help="classes that reports count as the tail")
+    command.add_argument(
+        "--min-count", type=_positive, default=8, metavar="N", help="sites report no class with fewer examples (8)"
+    )
+    command.add_argument(
+        "--plain", action="store_true", help="no TLS and no keys, to try things out; on this machine only"
+    )
+
+    add("server", "start the server and watch over it, until Ctrl-C")
+    command = add("site", "take part as a site, until Ctrl-C", "the site's folder")
+    command.add_argument("--data", type=Path, required=True, help="a folder with a sub-folder a class, or an .npz")
+    command = add("run", "run an experiment on the sites, or go on with it")
+    command.add_argument("experiment", nargs="?", type=Path, help="a TOML file; without it that of the deployment")
+    command.add_argument("--method", dest="set:method.name", metavar="NAME", help="which method")
+    command.add_argument("--preset", dest="set:method.preset", metavar="NAME", help="its preset")
+    command.add_argument("--seed", dest="set:seed", type=int, metavar="N", help="the seed")
+    command.add_argument("--rounds", dest="set:rounds", type=int, metavar="N", help="rounds of communication")
+    command.add_argument(
+        "-c", dest="config", action="append", default=[], metavar="KEY=VALUE", help="set any key, e.g. method.lam=0.2"
+    )
+    command.add_argument("--name", metavar="NAME", help="of the run folder, below DIR/runs")
+    command.add_argument(
+        "--simulate",
+        type=Path,
+        metavar="PATH",
+        help="no sites connect: simulate all with Flower and Ray, from PATH/NAME or PATH/NAME.npz",
+    )
+    command.add_argument(
+        "--allow-changes", action="store_true", help="go on with what another version or machine began"
+    )
+    command.add_argument("--dry-run", action="store_true", help="print what would run")
+    command.add_argument("--quiet", action="store_true", help="no progress")
+    command.add_argument("--json", action="store_true", help="output for machines")
+    add("status", "who is connected, and how the newest run is doing").add_argument(
+        "--json", action="store_true", help="output for machines"
+    )
+
+    add("renew", "give the server a new certificate, when the old one comes to its end")
+
+    text = "look for what may be wrong with a deployment, and say what to do"
+    command = commands.add_parser("doctor", help=text, description=text, allow_abbrev=False)
+    command.set_defaults(command=_command("doctor", "doctor"))
+    command.add_argument("folder", type=Path, metavar="DIR", help="the deployment's folder, or a site's")
+    command.add_argument("--data", type=Path, metavar="PATH", help="a site's data, to be checked too")
+    command.add_argument("--json", action="store_true", help="output for machines")
 
 
 def _add_experiment_flags(command: argparse.ArgumentParser) -> None:

@@ -173,13 +173,12 @@ class Experiment(BaseModel):
 
     def builder(self, federation: Federation) -> Callable[[], Net]:
         """A callable that another process can be given, and that returns a fresh net."""
-        shape = tuple(federation.train.x.shape[1:])
-        return partial(nets.build, self.net.name, shape, federation.num_classes, self.seed)
+        return partial(nets.build, self.net.name, federation.input_shape, federation.num_classes, self.seed)
 
     def first_model(self, federation: Federation) -> Tensors:
         """The weights that training starts from. The weights file is needed for that only, not to go on."""
-        shape = tuple(federation.train.x.shape[1:])
-        return build_net(self.net.name, shape, federation.num_classes, self.seed, self.net.weights).state_dict()
+        shape, classes = federation.input_shape, federation.num_classes
+        return build_net(self.net.name, shape, classes, self.seed, self.net.weights).state_dict()
 
 
 def build_net(name: str, shape: tuple[int, ...], num_classes: int, seed: int, weights: str | None = None) -> Net:

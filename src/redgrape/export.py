@@ -91,7 +91,7 @@ def _facts(
         "averaged_rounds": summary.get("averaged_rounds"),
         "split": environment["split"],
         "class_counts": environment["class_counts"],
-        "clients": len(environment["client_counts"]),
+        "clients": len(environment["client_counts"] or environment.get("sites", [])),
         "groups": environment["groups"],
         "versions": {name: environment[name] for name in ("redgrape", "python", "torch", "numpy")},
     }

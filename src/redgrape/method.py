@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Self, TypeAlias
+from typing import Any, ClassVar, Literal, Self, TypeAlias
 
 import torch
 from pydantic import ConfigDict, ValidationError
@@ -76,6 +76,17 @@ class ServerSite(Site):
 
     auxiliary: Examples | None = None  # a small balanced set, for methods that assume one; no client holds any of it
     survey: Tree = field(default_factory=dict)  # the sum of all clients' answers to Method.survey
+    secret: bytes | None = field(default=None, repr=False)  # what the noise of differential privacy is made from
+
+    def noise_key(self, randomness: Literal["secret", "seed"]) -> bytes:
+        """The key of noise.py. One made from the seed is no secret: it serves experiments."""
+        if randomness == "seed":
+            return keys.key(self.seed, "noise").to_bytes(8, "big")
+        if self.secret is None:
+            raise ConfigError(
+                "noise needs a secret at the server, and this site has none; dp_randomness=seed needs none"
+            )
+        return self.secret
 
     def inputs(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
         """Network inputs of these rows of the auxiliary set, on the site's device."""
@@ -144,9 +155,13 @@ class Method(LocalTraining, ABC):
     def broadcast(self, server: Tree) -> Tree:
         """What every client of a round receives."""
 
+    def asks_first(self) -> bool:
+        """Whether clients are asked for a `request` before a round, which costs a way there and back."""
+        return type(self).message is not Method.message
+
     def request(self, site: ClientSite) -> Tree:
         """What a client tells the server in a round it is sampled for, so that the server can make a message for it
-        alone. Asked only where `message` is defined."""
+        alone. Asked only where `asks_first` says so."""
         return {}
 
     def message(self, server: Tree, request: Tree, site: ServerSite) -> Tree:

@@ -181,7 +181,8 @@ def draw_per_class(results: Sequence[Result], path: Path) -> None:
     """Accuracy per class from head to tail, a line a method (bars show the spread over seeds), over the class sizes."""
     plt = pyplot()
     environment = results[0].runs[0].environment or {}
-    counts, names = environment["class_counts"], environment["class_names"]
+    names = environment["class_names"]
+    counts = environment["class_counts"] or [1] * len(names)  # of a deployment only the sites know
     order = sorted(range(len(counts)), key=lambda c: (-counts[c], c))
     places = range(len(order))
     wide = len(order) > 30

@@ -37,6 +37,16 @@ def fewest_updates(rule: Rule, byzantine: int, update_norm: float | None) -> int
     return 1
 
 
+def most_counted(rule: Rule, byzantine: int, updates: int) -> int:
+    """How many of so many updates enter the average."""
+    return {"krum": 1, "multi_krum": updates - byzantine - 2}.get(rule, updates)
+
+
+def fewest_holders(rule: Rule, byzantine: int) -> int:
+    """How many clients must hold a class for the rules that average over its holders."""
+    return 2 * byzantine + 1 if rule in ("median", "trimmed_mean") else 1
+
+
 def median(groups: Sequence[Mapping[str, Tensor]]) -> Tensors:
     """The median of every coordinate: of an even number of values, the mean of the two in the middle. Of whole numbers
     it is the lower of the two, which is one of them."""

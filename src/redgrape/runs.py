@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import platform
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,15 @@ import torch
 
 import redgrape
 from redgrape import tree
+from redgrape.aggregation import Averaging
+from redgrape.data.examples import Pixels
 from redgrape.data.federation import Federation
 from redgrape.data.prepare import prepare
+from redgrape.engines import ClientHalf, Engine
 from redgrape.errors import ConfigError, DataError, StorageError
 from redgrape.experiment import Experiment
 from redgrape.numerics import same_bits_everywhere
+from redgrape.privacy_ledger import PrivacyLedger
 from redgrape.store import RunFolder
 from redgrape.training import RunState, Step, Training
 from redgrape.tree import Tensors, Tree
@@ -35,6 +40,8 @@ class Run:
         ...
     """
 
+    knows_partition = True  # whether it is known here which client holds what
+
     def __init__(
         self,
         folder: RunFolder,
@@ -48,6 +55,7 @@ class Run:
     ) -> None:
         self.folder = folder
         self.experiment = folder.experiment()
+        self.ledger = PrivacyLedger(folder.path)
         self.workers, self.device, self.data_root, self.allow_changes = workers, device, data_root, allow_changes
         self.deadline, self.stack = deadline, stack
         self.notes: list[str] = []  # what a person should know, such as a damaged checkpoint that was passed over
@@ -67,7 +75,7 @@ class Run:
             confusion = self._known_confusion(state) if before is not None else None
             if confusion is None:
                 federation = self._federation(before, state)
-                with self._training(federation) as training:
+                with self._training(federation, state) as training:
                     if state is not None:
                         check_model(state, training.build().state_dict(), self.folder)
                     model = self.experiment.first_model(federation) if state is None else None
@@ -77,7 +85,8 @@ class Run:
                             f"up to {self.stack} clients of equal size were trained as one: figures agree with those "
                             "of single ones to rounding"
                         )
-                    for step in training.steps(state, model, states, self.folder.path):
+                    account = partial(self._account, training)
+                    for step in training.steps(state, model, states, self.folder.path, account):
                         self.folder.append(step.record, step.seconds)
                         last = step.state.round == self.experiment.rounds
                         if last or step.state.round % self.experiment.checkpoint_every == 0:
@@ -109,10 +118,23 @@ class Run:
                     "the old file back"
                 )
 
-    def _training(self, federation: Federation) -> Training:
+    def _account(self, training: Training, state: RunState) -> dict[str, Any]:
+        """Write down what a round with noise spends, before anybody gets what it made."""
+        method, num_classes = training.method, training.federation.num_classes
+        if isinstance(method, Averaging) and (mechanisms := method.mechanisms(num_classes)):
+            clients = [k for k in state.record["answered"] if k not in state.record.get("left_out", [])]
+            spent = self.ledger.spend(state.round, clients, _digest(state), mechanisms, method.dp_delta)
+            return {"epsilon": spent}
+        return {}
+
+    def _training(self, federation: Federation, state: RunState | None) -> Training:
         e = self.experiment
+        method = e.method.create()
+        secret = None
+        if isinstance(method, Averaging) and method.mechanisms(1) and method.dp_randomness == "secret":
+            secret = self.ledger.secret(is_new=state is None)
         return Training(
-            e.method.create(),
+            method,
             federation,
             e.builder(federation),
             rounds=e.rounds,
@@ -124,13 +146,31 @@ class Run:
             min_answers=e.min_answers,
             deadline=self.deadline,
             stack=self.stack,
+            secret=secret,
+            engine=self._engine(),
         )
 
+    def _engine(self) -> Callable[[ClientHalf], Engine] | None:
+        """What makes an engine of another kind than those of this machine."""
+        return None
+
+    def _prepare(self) -> Federation:
+        return prepare(self.experiment.data, self.experiment.seed, self.data_root)
+
+    def _environment(self, federation: Federation, before: Mapping[str, Any] | None) -> dict[str, Any]:
+        """On what it runs, and what a reader must know of the data."""
+        here = machine(self.device) | about(federation)
+        return here | {"files": file_digests(self.experiment), "stack": self.stack}
+
+    def _has_partition(self) -> bool:
+        return not self.knows_partition or self.folder.has_partition()
+
     def _federation(self, before: Mapping[str, Any] | None, state: RunState | None) -> Federation:
-        federation = prepare(self.experiment.data, self.experiment.seed, self.data_root)
-        here = environment(self.device, federation) | {"files": file_digests(self.experiment), "stack": self.stack}
+        federation = self._prepare()
+        here = self._environment(federation, before)
+        split = federation if self.knows_partition else None
         if before is None:
-            self.folder.write_environment(here, federation)
+            self.folder.write_environment(here, split)
             return federation
         for name in ("split", "data"):
             if before.get(name, here[name]) != here[name]:
@@ -149,10 +189,10 @@ class Run:
                 )
             self.notes.append(f"the run began with {words}: bits may differ")
             history = [*history, {"after_round": state.round, **{name: [before[name], here[name]] for name in changed}}]
-        if not self.folder.has_partition():
+        if not self._has_partition():
             self.notes.append("partition.safetensors was damaged or missing and is written anew")
-        if changed or not self.folder.has_partition():
-            self.folder.write_environment(here | ({"changes": history} if history else {}), federation)
+        if changed or not self._has_partition():
+            self.folder.write_environment(here | ({"changes": history} if history else {}), split)
         return federation
 
     def _environment_before(self) -> dict[str, Any] | None:
@@ -170,7 +210,7 @@ class Run:
     def _known_confusion(self, state: RunState | None) -> list[list[int]] | None:
         """The final model's confusion matrix, where the run is finished and its summary has it. It is in the summary
         alone: in every round's line it would swell the metrics."""
-        if state is None or state.round < self.experiment.rounds or not self.folder.has_partition():
+        if state is None or state.round < self.experiment.rounds or not self._has_partition():
             return None
         try:
             summary = self.folder.summary() or {}
@@ -204,10 +244,8 @@ def file_digests(experiment: Experiment) -> dict[str, str]:
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest()} if path.suffix == ".py" else {}
 
 
-def environment(device: str, federation: Federation) -> dict[str, Any]:
-    """What could change bits, or explain a difference; and what a reader of the run must know of the data."""
-    train = federation.train
-    pixels = train.x.dtype == torch.uint8
+def machine(device: str) -> dict[str, Any]:
+    """What could change bits, or explain a difference."""
     return {
         "redgrape": redgrape.__version__,
         "python": platform.python_version(),
@@ -217,22 +255,35 @@ def environment(device: str, federation: Federation) -> dict[str, Any]:
         "machine": platform.machine(),
         "cpu": torch.backends.cpu.get_cpu_capability(),  # the widest instructions that torch uses
         "device": device,
+    }
+
+
+def about(federation: Federation) -> dict[str, Any]:
+    """What a reader of the run must know of the data."""
+    train = federation.train
+    return {
         "split": federation.fingerprint(),
         "data": contents(federation),
-        "input": {
-            "shape": list(train.x.shape[1:]),
-            "dtype": "uint8" if pixels else "float",
-            "pixels": {"divided_by": 255, "mean": train.pixels.mean, "std": train.pixels.std} if pixels else None,
-        },
+        "input": input_of(federation.input_shape, train.pixels if train.x.dtype == torch.uint8 else None),
         "class_names": federation.class_names,
         "class_counts": federation.class_counts.tolist(),
         "client_counts": federation.client_counts.tolist(),
-        "groups": {
-            "head": federation.groups.head,
-            "middle": federation.groups.middle,
-            "tail": federation.groups.tail,
-        },
+        "groups": groups_of(federation),
     }
+
+
+def input_of(shape: tuple[int, ...], pixels: Pixels | None) -> dict[str, Any]:
+    """How inputs look before a net sees them."""
+    return {
+        "shape": list(shape),
+        "dtype": "float" if pixels is None else "uint8",
+        "pixels": None if pixels is None else {"divided_by": 255, "mean": pixels.mean, "std": pixels.std},
+    }
+
+
+def groups_of(federation: Federation) -> dict[str, Any]:
+    groups = federation.groups
+    return {"head": groups.head, "middle": groups.middle, "tail": groups.tail}
 
 
 def contents(federation: Federation) -> str:

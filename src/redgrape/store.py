@@ -9,6 +9,7 @@
                              and manifest.json with their checksums; the last two are kept
     clients/NNNNNN.states    the clients' states, where they have any; clients.safetensors is the index to them
     summary.json             the result, written after the last round
+    noise.key, privacy.jsonl what a run with noise needs and has spent (privacy_ledger.py)
     SHA256SUMS               the checksums of the files above, those of the lines once the run is finished
     lock                     held by the process that writes here
 
@@ -152,10 +153,14 @@ class RunFolder:
         path = self.path / "partition.safetensors"
         return path.exists() and checksums.is_whole(self.path, path.name)
 
-    def write_environment(self, environment: Mapping[str, Any], federation: Federation) -> None:
+    def write_environment(self, environment: Mapping[str, Any], federation: Federation | None) -> None:
         """On what it runs, and who holds what, in rows of the source's file: client k has rows[ends[k-1]:ends[k]];
         those held out for validation, and for the test where they come from the same file (empty where there are none).
+        None: who holds what is not known here.
         """
+        if federation is None:
+            checksums.write(self.path, {"environment.json": _json(environment)})
+            return
         rows = torch.from_numpy(np.concatenate(federation.parts))
         arrays = {
             "rows": rows if federation.train.rows is None else federation.train.rows[rows],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from redgrape import engines, keys, tree
-from redgrape.acceptance import Declared, NotFinite, UpdateRejected, first_not_finite
+from redgrape.acceptance import Declared, NotFinite, UpdateRejected, check_length, first_not_finite
+from redgrape.aggregation import Averaging
 from redgrape.data.federation import Federation
 from redgrape.engines import Answer, ClientHalf, Engine, Lost, Task
 from redgrape.errors import ConfigError, DataError, Diverged, TooFewClients
@@ -111,6 +113,7 @@ def _round(
 
     def check(client: ClientId, update: Tree) -> None:
         method.check_update(update, like, None if declared is None else declared(client), site)
+        check_length(update, state.server["model"])
 
     answers = _Answers(sampled, site.round, check, shelf)
     for k, answer in engine.run_clients(broadcast, tasks, site.round):
@@ -214,7 +217,7 @@ class _Tasks(Mapping[ClientId, Task]):
     ) -> None:
         self._method, self._state, self._sampled, self._site = method, state, sampled, site
         self._requests: Mapping[ClientId, Tree] = {}
-        if type(method).message is not Method.message:
+        if method.asks_first():
             self._requests = dict(engine.requests(sampled, site.round))
         self.message_bytes: dict[ClientId, int] = {}
 
@@ -278,7 +281,8 @@ class Step:
 
 
 class Training:
-    """A method on a federation: opens an engine, and yields evaluated rounds.
+    """A method on a federation: opens an engine, and yields evaluated rounds. `engine` makes one of another kind than
+    those of this machine.
 
     with Training(method, federation, build, rounds=10) as training:
         for step in training.steps():
@@ -300,6 +304,8 @@ class Training:
         stack: int = 1,
         min_answers: int = 1,
         deadline: float | None = None,
+        engine: Callable[[ClientHalf], Engine] | None = None,
+        secret: bytes | None = None,
     ) -> None:
         if not isinstance(rounds, int) or rounds < 1:
             raise ConfigError(f"rounds is {rounds!r}; it must be a whole number of at least 1")
@@ -337,6 +343,9 @@ class Training:
             stacked.check(method, net)
         if method.batch_size == 1 and batchnorms(net) and not method.freeze_encoder:
             raise ConfigError("batch_size is 1, and BatchNorm has no statistics of a single example; choose at least 2")
+        if isinstance(method, Averaging):
+            has_statistics = not method.freeze_encoder and next(net.buffers(), None) is not None
+            method.check_noise(has_statistics=has_statistics)
         self.federation = federation
         self.method = method
         self.build = build
@@ -346,10 +355,18 @@ class Training:
         self.clients_per_round = clients_per_round or federation.num_clients
         method.check_clients(min(self.clients_per_round, len(self.eligible)))
         self.site = ServerSite(
-            build, federation.num_clients, federation.num_classes, seed, 0, rounds, place, federation.auxiliary
+            build,
+            federation.num_clients,
+            federation.num_classes,
+            seed,
+            0,
+            rounds,
+            place,
+            federation.auxiliary,
+            secret=secret or secrets.token_bytes(32),  # of differential privacy's noise
         )
         half = ClientHalf(method, federation, build, seed, rounds, place, stack)
-        self.engine = engines.create(half, workers, deadline)
+        self.engine = engines.create(half, workers, deadline) if engine is None else engine(half)
 
     def steps(
         self,
@@ -357,9 +374,11 @@ class Training:
         model: Tensors | None = None,
         states: ClientStates | None = None,
         spill: Path | None = None,
+        account: Callable[[RunState], Mapping[str, Any]] | None = None,
     ) -> Iterator[Step]:
-        """The rounds after `start`, or all of them from these initial weights (None: those that `build` gives). The
-        last two as for `rounds`."""
+        """The rounds after `start`, or all of them from these initial weights (None: those that `build` gives).
+        `states` and `spill` as for `rounds`. `account` is called with each state before anything of it leaves the
+        server, for evaluation say, and what it gives is part of the round's record."""
         before = time.perf_counter()
         for state in rounds(
             self.method,
@@ -371,11 +390,11 @@ class Training:
             start=start,
             states=states,
             spill=spill,
-            declared=self._declared,
+            declared=self.federation.declared,
             min_answers=self.min_answers,
         ):
             trained = time.perf_counter()
-            record = dict(state.record)
+            record = {**state.record, **(account(state) if account is not None else {})}
             if self._is_evaluated(state.round):
                 record["test"] = self.engine.evaluate(state.server["model"], "test").record(self.federation.groups)
                 if self.federation.validation is not None:
@@ -384,10 +403,6 @@ class Training:
             after = time.perf_counter()
             yield Step(state, record, {"train": trained - before, "evaluate": after - trained})
             before = time.perf_counter()
-
-    def _declared(self, client: ClientId) -> Declared:
-        counts = torch.from_numpy(self.federation.client_counts[client])
-        return Declared(int(counts.sum()), counts)
 
     def _is_evaluated(self, round: int) -> bool:
         """Every evaluate_every rounds, and each of the last ten, whose mean is what a run reports."""
@@ -472,15 +487,14 @@ def check_net(net: object, federation: Federation) -> None:
     if not all(p.requires_grad for p in net.classifier.parameters()):
         raise ConfigError("the net's classifier is frozen (requires_grad is False); every method trains it")
     for name, examples in (("test", federation.test), ("validation", federation.validation)):
-        if examples is not None and not len(examples):
+        if examples is not None and not len(examples) and not federation.evaluated_elsewhere:
             raise DataError(f"the {name} set is empty; it needs examples to judge a model by")
-    x = federation.test
     try:
         with torch.no_grad():
-            z: Tensor = net.eval()(x.inputs(torch.zeros(2, dtype=torch.int64), net.classifier.weight.dtype))
+            z: Tensor = net.eval()(federation.sample(net.classifier.weight.dtype))
     except Exception as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise ConfigError(f"the net does not take inputs of shape {tuple(x.x.shape[1:])}: {reason}") from error
+        raise ConfigError(f"the net does not take inputs of shape {federation.input_shape}: {reason}") from error
     if z.shape != (2, federation.num_classes):
         raise ConfigError(
             f"the net gives outputs of shape {tuple(z.shape[1:])}; it must give one number for each class"

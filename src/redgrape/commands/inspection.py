@@ -75,10 +75,11 @@ def show(options: argparse.Namespace) -> None:
         table = Table(title="accuracy per class, %")
         for title in ("class", "training examples", "accuracy"):
             table.add_column(title, justify="left" if title == "class" else "right")
-        counts = run.environment["class_counts"]
-        for c in sorted(range(len(counts)), key=lambda c: (-counts[c], c)):
-            name = cell(run.environment["class_names"][c])
-            table.add_row(name, str(counts[c]), percent(run.summary["per_class"][c]))
+        names = run.environment["class_names"]
+        counts = run.environment["class_counts"]  # None where only the sites of a deployment know
+        for c in sorted(range(len(names)), key=lambda c: (-counts[c] if counts else 0, c)):
+            known = str(counts[c]) if counts else "–"
+            table.add_row(cell(names[c]), known, percent(run.summary["per_class"][c]))
         console.print(table)
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from redgrape import report
+from redgrape.disclosure import disclosed, leak_in_one_line
 from redgrape.errors import ConfigError, DataError
 from redgrape.experiment import Experiment, override, put, read_toml
 from redgrape.progress import Progress
@@ -30,7 +31,8 @@ def run(options: argparse.Namespace) -> None:
         print_plan(out, experiment, options)
         return
     folder = RunFolder.create(out, experiment)
-    carry_out(folder, options, label=report.run_label(experiment.method.resolved()))
+    if carry_out(folder, options, label=report.run_label(experiment.method.resolved())):
+        tell_leak(folder, options)
     finish(folder, options)
 
 
@@ -48,7 +50,8 @@ def resume(options: argparse.Namespace) -> None:
     if options.dry_run:
         print_plan(folder.path, experiment, options)
         return
-    carry_out(folder, options, label=report.run_label(experiment.method.resolved()))
+    if carry_out(folder, options, label=report.run_label(experiment.method.resolved())):
+        tell_leak(folder, options)
     finish(folder, options)
 
 
@@ -78,7 +81,8 @@ def compare(options: argparse.Namespace) -> None:
         is_new = not (path / "experiment.toml").is_file()
         folder = RunFolder.create(path, experiment) if is_new else RunFolder.open(path)
         label = spec if len(cells) == len(options.methods) else f"{spec} seed {experiment.seed}"
-        carry_out(folder, options, label=label)
+        if carry_out(folder, options, label=label):
+            tell_leak(folder, options)
         finished.append((spec, report.RunView.read(path)))
     results = report.collect(finished, options.on)
     picture = options.out / "per_class.png"
@@ -142,7 +146,8 @@ def print_plan(folder: Path, experiment: Experiment, options: argparse.Namespace
         print(lines(experiment.to_toml()), end="")
 
 
-def carry_out(folder: RunFolder, options: argparse.Namespace, label: str) -> None:
+def carry_out(folder: RunFolder, options: argparse.Namespace, label: str) -> bool:
+    """Do what is still to be done of a run; whether that was anything."""
     default = cores() if options.device == "cpu" else 1
     workers = options.workers if options.workers is not None else default
     this = Run(
@@ -154,10 +159,12 @@ def carry_out(folder: RunFolder, options: argparse.Namespace, label: str) -> Non
         deadline=options.deadline,
         stack=options.stack,
     )
+    any_round = False
     progress = Progress(label, folder.newest_round(), this.experiment.rounds, as_json=options.json, quiet=options.quiet)
     try:
         with progress, _tensorboard(folder, options) as log:
             for step in this.steps():
+                any_round = True
                 progress.step(step)
                 if log is not None:
                     log.step(step)
@@ -167,6 +174,13 @@ def carry_out(folder: RunFolder, options: argparse.Namespace, label: str) -> Non
     finally:
         for note in this.notes:
             print(f"note: {printable(note)}", file=sys.stderr)
+    return any_round
+
+
+def tell_leak(folder: RunFolder, options: argparse.Namespace) -> None:
+    """One line on what a run gave away, where the method has floors against that and they are off."""
+    if not options.quiet and (line := leak_in_one_line(disclosed(folder))) is not None:
+        print(f"note: {printable(line)}", file=sys.stderr)
 
 
 def _tensorboard(folder: RunFolder, options: argparse.Namespace) -> AbstractContextManager[TensorBoard | None]:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from redgrape.acceptance import Declared
 from redgrape.data.examples import Examples
 from redgrape.errors import DataError
 
@@ -45,6 +46,8 @@ class Federation:
 
     Federation(clients=[Examples(x0, y0), Examples(x1, y1)], test=Examples(xt, yt), num_classes=4)
     """
+
+    evaluated_elsewhere = False  # whether the test set is where the clients are, and none here
 
     def __init__(
         self,
@@ -156,6 +159,19 @@ class Federation:
 
     def size(self, k: int) -> int:
         return len(self.parts[k])
+
+    def declared(self, k: int) -> Declared:
+        """What a client has said of itself, to which its updates are held."""
+        counts = torch.from_numpy(self.client_counts[k])
+        return Declared(int(counts.sum()), counts)
+
+    def sample(self, dtype: torch.dtype) -> torch.Tensor:
+        """Two inputs like those of the clients, to try a net on."""
+        return self.test.inputs(torch.zeros(2, dtype=torch.int64), dtype)
+
+    @property
+    def input_shape(self) -> tuple[int, ...]:
+        return tuple(self.train.x.shape[1:])
 
     def fingerprint(self) -> str:
         """SHA-256 over every client's rows and labels: the name of a split, for citing it."""

@@ -33,15 +33,16 @@ TEST_SHARE = 0.2
 LARGE, UNLIKELY = 1 << 30, 200  # bytes, and how many times smaller no honest array of that size gets
 
 
-def load(path: Path, root: Path, *, seed: int, image_size: int | None = None) -> Source:
-    """The data at this path; the cache of decoded images lies under `root`."""
+def load(path: Path, root: Path, *, seed: int, image_size: int | None = None, hold_out: bool = True) -> Source:
+    """The data at this path; the cache of decoded images lies under `root`. Data that brings no test set gives some of
+    its rows for one, unless they are not to be held out."""
     if path.is_dir():
-        return _from_folder(path, root, seed, image_size)
+        return _from_folder(path, root, seed, image_size, hold_out)
     if path.suffix != ".npz":
         raise ConfigError(f"{path} is neither a folder of images nor an .npz file")
     if image_size is not None:
         raise ConfigError(f"image_size is for folders of images; the arrays of {path} are taken as they are")
-    return _from_npz(path, seed)
+    return _from_npz(path, seed, hold_out)
 
 
 def held_out_rows(labels: Rows, num_classes: int, seed: int) -> Rows:
@@ -67,7 +68,7 @@ class _Listing:
     test: NDArray[np.bool_] | None
 
 
-def _from_folder(folder: Path, root: Path, seed: int, image_size: int | None) -> Source:
+def _from_folder(folder: Path, root: Path, seed: int, image_size: int | None, hold_out: bool) -> Source:
     if image_size is not None and image_size < 1:
         raise ConfigError(f"image_size is {image_size}; it must be at least 1")
     try:
@@ -76,10 +77,10 @@ def _from_folder(folder: Path, root: Path, seed: int, image_size: int | None) ->
     except OSError as error:
         raise StorageError(f"cannot read or write {error.filename or folder}: {error.strerror or error}") from error
     labels: Any = listing.labels
-    if listing.test is None:
-        test_rows = held_out_rows(labels, len(listing.class_names), seed)
-    else:
+    if listing.test is not None:
         test_rows = np.flatnonzero(listing.test)
+    else:
+        test_rows = held_out_rows(labels, len(listing.class_names), seed) if hold_out else np.zeros(0, np.int64)
     _, train, test = _split(Examples(images, labels), test_rows)
     return Source(folder.name, train, test, listing.class_names)
 
@@ -207,7 +208,7 @@ def open_image(path: Path, use: Any) -> Any:
         raise DataError(f"{path} cannot be read as an image ({one_line(error)}); replace or remove it") from error
 
 
-def _from_npz(path: Path, seed: int) -> Source:
+def _from_npz(path: Path, seed: int, hold_out: bool) -> Source:
     arrays = Arrays(path)
     x, y = as_inputs(arrays["x"], f"{path}: x"), as_labels(arrays["y"], f"{path}: y")
     if len(x) == 0:
@@ -229,10 +230,13 @@ def _from_npz(path: Path, seed: int) -> Source:
         train, test = Examples(x, y), Examples(x_test, y_test)
     else:
         names = names_of_classes(arrays, highest_label(y), len(y))
-        test_rows = rows_for_test(arrays, len(y)) if "test" in arrays else held_out_rows(y, len(names), seed)
+        if "test" in arrays:
+            test_rows = rows_for_test(arrays, len(y))
+        else:
+            test_rows = held_out_rows(y, len(names), seed) if hold_out else np.zeros(0, np.int64)
         train_rows, train, test = _split(Examples(x, y), test_rows)
         clients = None if clients is None else clients[train_rows]
-    if len(train) == 0 or len(test) == 0:
+    if len(train) == 0 or (len(test) == 0 and hold_out):
         raise DataError(f"{path} gives {len(train)} training and {len(test)} test examples; both need at least one")
     if clients is not None:
         clients = np.unique(clients, return_inverse=True)[1].astype(np.int64)

@@ -18,6 +18,7 @@ from redgrape.data.sources import READERS, load
 from redgrape.errors import ConfigError
 
 Rows = NDArray[np.int64]
+AT_SITES = "sites"  # the source of a deployed run
 
 
 def _list_to_tuple(value: Any) -> Any:
@@ -74,6 +75,8 @@ class DataOptions(BaseModel):
 
 def prepare(options: DataOptions, seed: int, root: Path | None = None) -> Federation:
     """The federation of these options. Its parts are rows of the source's training examples, which are not copied."""
+    if options.source == AT_SITES:
+        raise ConfigError("the data of this run is at the sites of a deployment; `redgrape deploy run` goes on with it")
     source = load(options.source, root, seed=seed, image_size=options.image_size)
     num_classes = len(source.class_names)
     labels = source.train.labels.numpy()
@@ -90,7 +93,7 @@ def prepare(options: DataOptions, seed: int, root: Path | None = None) -> Federa
     natural = None if source.clients is None else source.clients[rows]
     parts = partition(labels[rows], options.partition, options.clients, options.alpha, seed, natural)
     return Federation.from_parts(
-        replace(source.train, augment=_augment(options, source.train.x.dim())),
+        replace(source.train, augment=augmentation(options, source.train.x.dim())),
         [rows[part] for part in parts],
         source.test,
         num_classes,
@@ -115,7 +118,7 @@ def _sizes(options: DataOptions, counts: list[int]) -> list[int]:
     return longtail.natural(counts, options.head_cap)
 
 
-def _augment(options: DataOptions, dimensions: int) -> Augment:
+def augmentation(options: DataOptions, dimensions: int) -> Augment:
     augment = Augment(options.crop, options.flip, options.cutout)
     if augment != Augment() and dimensions != 4:
         raise ConfigError(f"crop, flip and cutout are for images, but {options.source} holds vectors; leave them out")

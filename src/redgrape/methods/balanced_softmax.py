@@ -46,6 +46,9 @@ class BalancedSoftmax(FedAvg):
     def survey(self, site: ClientSite) -> Tree:
         return class_prior.survey(self.prior, site)
 
+    def privacy(self) -> str:
+        return class_prior.privacy(self.prior)
+
     def init_server(self, model: Tensors, site: ServerSite) -> Tree:
         return {"model": model, "prior": class_prior.first_prior(self.prior, model, site)}
 

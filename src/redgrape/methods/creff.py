@@ -24,6 +24,7 @@ from torch import Tensor
 
 from redgrape.acceptance import class_rows
 from redgrape.class_prior import class_counts
+from redgrape.class_reports import PRIVATE, ClassReports, contributors
 from redgrape.class_sampling import at_most
 from redgrape.classifier_gradients import class_mean_gradients
 from redgrape.errors import ConfigError
@@ -37,7 +38,7 @@ from redgrape.tree import Tensors, Tree
 _BATCH = 256
 
 
-class Creff(FedAvg):
+class Creff(ClassReports, FedAvg):
     """The server re-trains the classifier on features whose gradients match the clients'."""
 
     features_per_class: int = Field(100, ge=1, description="federated features of each class")
@@ -66,6 +67,7 @@ class Creff(FedAvg):
             "deployed_bias": "head",
             "clip_norm": 1.0,
         },
+        "private": PRIVATE,
     }
     fidelity: ClassVar[str] = (
         "from the authors' code read at second hand; its DSA augmentation of the gradient draws is not here: they get "
@@ -76,10 +78,16 @@ class Creff(FedAvg):
     assumes: ClassVar[str] = "class presence may be seen"
 
     def privacy(self) -> str:
+        single = (
+            "and, where it has one example of a class, that example's feature vector; of fewer examples than there are "
+            "classes, all of theirs"
+            if self.min_count == 1
+            else f"(they were sent from {self.min_count} examples of a class on) and, where it has fewer examples of "
+            "it than there are classes, their feature vectors"
+        )
         return (
             "In CReFF a client also sends the classifier's gradient on each of its classes. These expose which classes "
-            "a client holds and, where it has one example of a class, that example's feature vector. The gradients are "
-            "not in this folder."
+            f"a client holds {single}. The gradients are not in this folder."
         )
 
     def init_server(self, model: Tensors, site: ServerSite) -> Tree:
@@ -105,30 +113,33 @@ class Creff(FedAvg):
         return {**update, "class_gradients": gradients}, state
 
     def _class_gradients(self, broadcast: Tree, site: ClientSite) -> Tensors:
-        """g_{k,c} of the classes that the client holds, at the received encoder in evaluation mode and psi."""
+        """g_{k,c} of the classes that the client reports, at the received encoder in evaluation mode and psi."""
         net = site.load(broadcast["model"])
         net.classifier.load_state_dict(broadcast["psi"])
-        classes = class_counts(site).nonzero().flatten()
+        labels, reported = site.data.labels, self.reported(class_counts(site))
+        classes = reported.nonzero().flatten()
         view = None
         if self.gradient_draw == "all":
-            rows = [torch.arange(len(site.data))]
+            draws = [torch.arange(len(labels))]
         else:
-            draws, view = site.generator("gradient draws"), site.generator("gradient view")
-            rows = [at_most(32, site.data.labels, draws) for _ in range(10)]
+            random, view = site.generator("gradient draws"), site.generator("gradient view")
+            draws = [at_most(32, labels, random) for _ in range(10)]
         means = [
-            class_mean_gradients(net.classifier, _encoded(net, r, view, site), classes.to(site.device)) for r in rows
+            class_mean_gradients(net.classifier, _encoded(net, rows, view, site), classes.to(site.device))
+            for rows in (rows[reported[labels[rows]]] for rows in draws)
         ]
         mean = {name: torch.stack([m[name] for m in means]).mean(dim=0).cpu() for name in means[0]}
         return {"classes": classes, **mean}
 
     def update_like(self, server: Tree, site: ServerSite) -> Tree:
-        return {**super().update_like(server, site), "class_gradients": class_rows(server["psi"])}
+        return {**super().update_like(server, site), "class_gradients": class_rows(server["psi"], gradients=True)}
 
     def server_update(self, server: Tree, updates: Mapping[ClientId, Tree], site: ServerSite) -> Tree:
         averaged = self.averaged_model(self.broadcast(server)["model"], updates)
         psi: Tensors = server["psi"]
-        means, held = self.mean_over_holders([u["class_gradients"] for u in updates.values()], psi)
-        classes = held.nonzero().flatten()
+        sent = [u["class_gradients"] for u in updates.values()]
+        means, held = self.mean_over_holders(sent, psi)
+        classes = (held & (contributors(sent, len(held)) >= self.min_clients)).nonzero().flatten()
         target = {name: g[classes] for name, g in means.items()}
         features = server["features"].clone()
         features[classes] = match(
@@ -148,6 +159,10 @@ class Creff(FedAvg):
             "classifier.bias": psi["bias"].clone() if self.deployed_bias == "psi" else averaged["classifier.bias"],
         }
         return {"model": deployed, "psi": psi, "head": _classifier(averaged), "features": features}
+
+    def log(self, server: Tree, updates: Mapping[ClientId, Tree]) -> Mapping[str, Tensor]:
+        sent = [update["class_gradients"] for update in updates.values()]
+        return {"class_contributors": contributors(sent, len(server["psi"]["bias"]))}
 
     def _retrained(self, features: Tensor, site: ServerSite) -> Tensors:
         """A fresh linear classifier trained on the features by plain sgd, with the gradient in closed form.

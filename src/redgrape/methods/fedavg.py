@@ -34,6 +34,7 @@ class FedAvg(Averaging, Method):
     }
 
     stacks: ClassVar[bool] = True
+    noised: ClassVar[bool] = True
     fidelity: ClassVar[str] = "from RedGrape's paper, Eq. (2), without its factor 1/|C|, which would shrink every step"
 
     def init_server(self, model: Tensors, site: ServerSite) -> Tree:
@@ -65,11 +66,13 @@ class FedAvg(Averaging, Method):
         return F.cross_entropy
 
     def server_update(self, server: Tree, updates: Mapping[ClientId, Tree], site: ServerSite) -> Tree:
-        return {"model": self.averaged_model(server["model"], updates)}
+        return {"model": self.averaged_model(server["model"], updates, site)}
 
-    def averaged_model(self, model: Tensors, updates: Mapping[ClientId, Tree]) -> Tensors:
+    def averaged_model(
+        self, model: Tensors, updates: Mapping[ClientId, Tree], site: ServerSite | None = None
+    ) -> Tensors:
         """theta + eta_s sum_k n_k / (sum_i n_i) delta_k; buffers are averaged plainly."""
         answers = list(updates.values())
         weights = sample_weights(answers)
-        moved = tree.add(model, self.mean_delta(answers, weights), self.server_lr)
+        moved = tree.add(model, self.mean_delta(answers, weights, site=site), self.server_lr)
         return {**moved, **self.mean_buffers(answers, weights)}

@@ -28,6 +28,7 @@ class FedAvgM(FedAvg):
 
     presets: ClassVar = {"paper": {}}
     stacks: ClassVar[bool] = True
+    noised: ClassVar[bool] = True
     fidelity: ClassVar[str] = (
         "from a secondary source, which states its update; later work also uses beta 0.97 (CReFF) and 0.2 (FEDIC)"
     )
@@ -38,7 +39,7 @@ class FedAvgM(FedAvg):
     def server_update(self, server: Tree, updates: Mapping[ClientId, Tree], site: ServerSite) -> Tree:
         answers = list(updates.values())
         weights = sample_weights(answers)
-        delta = self.mean_delta(answers, weights)
+        delta = self.mean_delta(answers, weights, site=site)
         velocity = {name: self.beta * v + delta[name] if name in delta else v for name, v in server["velocity"].items()}
         moved = tree.add(server["model"], {name: velocity[name] for name in delta}, self.server_lr)
         return {"model": {**moved, **self.mean_buffers(answers, weights)}, "velocity": velocity}

@@ -44,6 +44,7 @@ class FedOpt(FedAvg):
         "yogi": {"server_optimizer": "yogi"},
     }
     stacks: ClassVar[bool] = True
+    noised: ClassVar[bool] = True
     fidelity: ClassVar[str] = (
         "from a secondary source, which states the three updates; the paper searches eta_s per task, and 0.01 is what "
         "others found for CIFAR-100"
@@ -56,7 +57,8 @@ class FedOpt(FedAvg):
     def server_update(self, server: Tree, updates: Mapping[ClientId, Tree], site: ServerSite) -> Tree:
         answers = list(updates.values())
         counts = sample_weights(answers)
-        delta = self.mean_delta(answers, counts if self.client_weights == "count" else [1.0] * len(answers))
+        weights = counts if self.client_weights == "count" else [1.0] * len(answers)
+        delta = self.mean_delta(answers, weights, site=site)
         model, m, v = dict(server["model"]), dict(server["m"]), dict(server["v"])
         for name, d in delta.items():
             m[name] = self.beta_1 * m[name] + (1 - self.beta_1) * d

@@ -55,6 +55,9 @@ class LogitAdjustment(FedAvg):
     def survey(self, site: ClientSite) -> Tree:
         return class_prior.survey(self.prior, site)
 
+    def privacy(self) -> str:
+        return class_prior.privacy(self.prior)
+
     def init_server(self, model: Tensors, site: ServerSite) -> Tree:
         if self.stage == "post_hoc" and _BIAS not in model:
             raise ConfigError(

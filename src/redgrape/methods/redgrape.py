@@ -27,7 +27,7 @@ sent, exactly or in less room, is in redgrape/prototypes.py and redgrape/half_pr
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Literal, Self
 
 import torch
@@ -36,13 +36,15 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from redgrape import tree
-from redgrape.acceptance import class_rows
+from redgrape.acceptance import UpdateRejected, class_rows
+from redgrape.accounting import Mechanism
 from redgrape.aggregation import client_report, sample_weights
+from redgrape.class_reports import PRIVATE, ClassReports, contributors
 from redgrape.class_sampling import at_most
 from redgrape.classifier_gradients import per_class, summed_gradient
 from redgrape.errors import ConfigError
 from redgrape.features import Statistics, features
-from redgrape.half_precision import pack, round_
+from redgrape.half_precision import pack, round_, unpack
 from redgrape.method import ClientId, ClientSite, ServerSite
 from redgrape.methods.fedavg import FedAvg
 from redgrape.nets.net import Net
@@ -55,7 +57,7 @@ _TINY = 1e-12  # a balanced gradient below this norm has no direction
 _BY_CLASS = ("median", "trimmed_mean", "norm_clipping")  # rules that look at the numbers of a prototype
 
 
-class RedGrape(FedAvg):
+class RedGrape(ClassReports, FedAvg):
     """Re-balances the classifier during local training, with real examples and gradient prototypes."""
 
     lam: float = Field(0.1, ge=0, allow_inf_nan=False, description="lambda, the strength of the re-balancing")
@@ -79,9 +81,6 @@ class RedGrape(FedAvg):
         "batch",
         description="BatchNorm on D_bal: the batch's statistics, also updating the buffers, or the running ones",
     )
-    min_count: int = Field(
-        1, ge=1, le=10**9, description="a client sends a class's prototype from this many examples on"
-    )
     prototype_weights: Literal["uniform", "count"] = Field(
         "uniform", description="average prototypes over clients alike, or by their examples of the class"
     )
@@ -94,6 +93,15 @@ class RedGrape(FedAvg):
     )
     prototype_precision: Literal["single", "half"] = Field(
         "single", description="send prototypes in the net's own precision, or in float16 with an exponent a class"
+    )
+    prototype_clip: float | None = Field(
+        None, gt=0, allow_inf_nan=False, description="longest prototype of a class, weight and bias together"
+    )
+    prototype_noise: float = Field(
+        0.0,
+        ge=0,
+        allow_inf_nan=False,
+        description="noise on each class's sum of prototypes, in multiples of prototype_clip, and on their number",
     )
     prototype_message: Literal["table", "sum"] = Field(
         "table", description="a client receives all prototypes, or only the sum over the classes that it asks for"
@@ -112,9 +120,11 @@ class RedGrape(FedAvg):
             "balanced_stats": "batch_update",
             "prototype_view": "augmented",
         },
+        "private": {**PRIVATE, "prototype_rank": 1},  # of n < C examples the exact one can be solved for all of them
     }
 
     assumes: ClassVar[str] = "class presence may be seen"
+    noised: ClassVar[bool] = True
     fidelity: ClassVar[str] = (
         "from the paper, with the preset `released` after the authors' code; docs/paper.md lists every choice"
     )
@@ -133,6 +143,37 @@ class RedGrape(FedAvg):
         if math.isfinite(self.threshold) and self.threshold != int(self.threshold):
             raise ValueError(f"threshold is {self.threshold}; it counts examples: pass a whole number or inf")
         return self
+
+    @model_validator(mode="after")
+    def _requests_keep_small_classes_back(self) -> Self:
+        asks = self.prototype_message == "sum" and self.use_real_data and math.isfinite(self.threshold)
+        if asks and self.threshold < self.min_count:
+            raise ValueError(
+                f"prototype_message is sum, by which a client tells its classes from threshold={self.threshold:g} "
+                f"examples on, below min_count={self.min_count}; raise threshold, or let prototype_message be table"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _noise_on_prototypes(self) -> Self:
+        if self.prototype_noise and self.prototype_clip is None:
+            raise ValueError(
+                f"prototype_noise is {self.prototype_noise:g}, and prototypes have any length; set prototype_clip too"
+            )
+        if self.prototype_clip is not None:
+            for name in ("aggregation", "prototype_weights", "prototype_rank"):
+                if (value := getattr(self, name)) != type(self).model_fields[name].default:
+                    raise ValueError(f"{name} is {value}, and prototype_clip is for plain means of exact prototypes")
+        return self
+
+    def mechanisms(self, num_classes: int) -> list[Mechanism]:
+        if not self.dp_noise and not (self.use_prototypes and self.prototype_noise):
+            return []
+        model = Mechanism("model", self.dp_noise, 1)
+        # A client may hold every class. Of each, the sum of prototypes and the number of clients are let out.
+        return (
+            [model, Mechanism("prototypes", self.prototype_noise, 2 * num_classes)] if self.use_prototypes else [model]
+        )
 
     def init_server(self, model: Tensors, site: ServerSite) -> Tree:
         W = classifier_of(model)
@@ -173,6 +214,9 @@ class RedGrape(FedAvg):
             sent["prototypes"] = self._sent(server["prototypes"])
         return sent | ({"W_hat": server["W_hat"]} if self.two_stream else {})
 
+    def asks_first(self) -> bool:
+        return self.prototype_message == "sum"
+
     def request(self, site: ClientSite) -> Tree:
         return {"missing": ~self.real_classes(site)} if self.prototype_message == "sum" else {}
 
@@ -180,7 +224,10 @@ class RedGrape(FedAvg):
         """The sum that the client would make of the table, by the same arithmetic on the same bits."""
         if self.prototype_message == "table":
             return {}
-        classes = self._usable(server) & request["missing"]
+        missing, usable = request.get("missing"), self._usable(server)
+        if not isinstance(missing, Tensor) or missing.dtype != torch.bool or missing.shape != usable.shape:
+            raise UpdateRejected(f"what it asks for is not a mask of the {len(usable)} classes")
+        classes = usable & missing
         dtype = server["model"]["classifier.weight"].dtype
         return {"prototype_sum": self.form.sum(server["prototypes"], classes, dtype)}
 
@@ -196,6 +243,13 @@ class RedGrape(FedAvg):
         """The mask of L_bal: the classes of which the client holds at least T examples."""
         counts = torch.bincount(site.data.labels, minlength=site.num_classes)
         return counts >= self.threshold if self.use_real_data else torch.zeros_like(counts, dtype=torch.bool)
+
+    @property
+    def reports_classes(self) -> bool:
+        return self.use_prototypes
+
+    def solvable(self, num_classes: int) -> int:
+        return min(num_classes - 1, self.prototype_rank or num_classes)  # of a rank below n, some have no trace in it
 
     def client_update(self, broadcast: Tree, state: Tree, site: ClientSite) -> tuple[Tree, Tree]:
         """Algorithm 1."""
@@ -232,7 +286,7 @@ class RedGrape(FedAvg):
         mean gradients weight [m, C, d], or its factors, and bias [m, C]. W alone, evaluation mode, one forward pass."""
         labels = site.data.labels
         counts = torch.bincount(labels, minlength=site.num_classes)
-        sent = counts >= self.min_count if self.use_prototypes else torch.zeros_like(counts, dtype=torch.bool)
+        sent = self.reported(counts)
         classes = sent.nonzero().flatten()
         view = site.generator("prototype view") if self.prototype_view == "augmented" else None
 
@@ -248,34 +302,61 @@ class RedGrape(FedAvg):
     def update_like(self, server: Tree, site: ServerSite) -> Tree:
         one = self._sent({name: g[:1] for name, g in server["prototypes"].items()})
         row = tree.unflatten({name: g[0] for name, g in tree.flatten(one).items()})
-        rows = class_rows(row, counted=self.prototype_weights == "count")
+        rows = class_rows(row, counted=self.prototype_weights == "count", gradients=True)
         like = {**super().update_like(server, site), "prototypes": rows}
         return like | ({"delta_W_hat": server["W_hat"]} if self.two_stream else {})
 
     def server_update(self, server: Tree, updates: Mapping[ClientId, Tree], site: ServerSite) -> Tree:
-        prototypes, held = self._global_prototypes(server["prototypes"], updates)
+        prototypes, held = self._global_prototypes(server["prototypes"], updates, site)
         new: dict[str, Any] = {
-            "model": self.averaged_model(server["model"], updates),  # Eq. (13)
+            "model": self.averaged_model(server["model"], updates, site),  # Eq. (13)
             "prototypes": prototypes,  # Eq. (14)
             "seen": server["seen"] | held,
             "age": torch.where(held | ~server["seen"], 0, server["age"] + 1),
         }
         if self.two_stream:  # Eq. (13) again
             answers = list(updates.values())
-            moved = self.mean_delta(answers, sample_weights(answers), "delta_W_hat")
+            moved = self.mean_delta(answers, sample_weights(answers), "delta_W_hat", site)
             new["W_hat"] = tree.add(server["W_hat"], moved, self.server_lr)
         return new
 
-    def _global_prototypes(self, old: Tensors, updates: Mapping[ClientId, Tree]) -> tuple[Tensors, Tensor]:
-        """Eq. (14): the mean over the clients that hold a class, the old prototype where nobody does; and which classes
-        somebody holds. What the wire would round is rounded at once."""
+    def _global_prototypes(
+        self, old: Tensors, updates: Mapping[ClientId, Tree], site: ServerSite | None = None
+    ) -> tuple[Tensors, Tensor]:
+        """Eq. (14): the mean over the clients that report a class; and which classes have a new one. The old prototype
+        stays where fewer than min_clients do. What the wire would round is rounded at once."""
         sent = [update["prototypes"] for update in updates.values()]
+        if self.prototype_clip is not None:
+            return self._noisy_prototypes(sent, old, self.prototype_clip, site)
         weights = [s["counts"] for s in sent] if self.prototype_weights == "count" else None
         if self.aggregation in _BY_CLASS:
             mean, held = self.mean_over_holders(sent, {name: g[0] for name, g in old.items()}, weights)
-            return {name: torch.where(per_class(held, g), g, old[name]) for name, g in mean.items()}, held
-        mean, held = self.form.mean(sent, old, weights)
-        return {name: round_(g) if self.prototype_precision == "half" else g for name, g in mean.items()}, held
+            mean = {name: torch.where(per_class(held, g), g, old[name]) for name, g in mean.items()}
+        else:
+            mean, held = self.form.mean(sent, old, weights)
+            mean = {name: round_(g) if self.prototype_precision == "half" else g for name, g in mean.items()}
+        released = held & (contributors(sent, len(held)) >= self.min_clients)
+        for c in (held & ~released).nonzero().flatten().tolist():
+            for name, g in mean.items():
+                g[c] = old[name][c]
+        return mean, released
+
+    def _noisy_prototypes(
+        self, sent: Sequence[Tree], old: Tensors, longest: float, site: ServerSite | None
+    ) -> tuple[Tensors, Tensor]:
+        """Eq. (14) with noise: for each class the sum of the prototypes, none longer than `longest`, and the number of
+        clients get noise; the mean is their ratio, and released where that number with its noise reaches min_clients.
+        Nothing else of the clients is used, so that nothing else is let out."""
+        number = contributors(sent, len(old["weight"])).double()
+        number = self.noisy({"number": number}, self.prototype_noise, "contributors", site)["number"]
+        released = number >= self.min_clients
+        new = {name: g.clone() for name, g in old.items()}
+        for c in released.nonzero().flatten().tolist():
+            total = clipped_sum([row_of(s, c, old) for s in sent if c in s["classes"]], longest, old)
+            total = self.noisy(total, self.prototype_noise * longest, f"prototypes/{c}", site)
+            for name, t in total.items():
+                new[name][c] = (t / number[c]).to(new[name].dtype)
+        return {name: round_(g) if self.prototype_precision == "half" else g for name, g in new.items()}, released
 
     def privacy(self) -> str:
         told = [self._told_by_prototypes()] if self.use_prototypes else []
@@ -293,7 +374,12 @@ class RedGrape(FedAvg):
             "example's exact feature vector (the encoder's output) can be computed from it."
             if self.min_count == 1
             else f"They were sent from {self.min_count} examples of a class on, so that none is of a single example; "
-            "a prototype still gives weighted means of its examples' feature vectors."
+            "a prototype still gives weighted means of its examples' feature vectors"
+            + (
+                ", and of fewer examples than there are classes every one of them."
+                if self.prototype_rank is None
+                else "."
+            )
         )
         if self.prototype_rank is not None:
             r = self.prototype_rank
@@ -301,14 +387,25 @@ class RedGrape(FedAvg):
                 ": the gradient of one example has rank one." if self.min_count == 1 else "."
             )
         within = " in a sum over classes" if self.prototype_message == "sum" else ""
+        passed_on = (
+            f"Where only one client of a round holds a class, all clients of the next round receive that client's "
+            f"prototype{within}."
+            if self.min_clients == 1
+            else f"Clients received the mean{within} for classes of which at least {self.min_clients} clients of a "
+            "round had sent a prototype."
+        )
         return (
             "In RedGrape a client also sends a gradient prototype for each of its classes. Gradient prototypes expose "
-            f"which classes a client holds{counts}. {single} Where only one client of a round holds a class, all "
-            f"clients of the next round receive that client's prototype{within}. The prototypes are not in this folder."
+            f"which classes a client holds{counts}. {single} {passed_on} The prototypes are not in this folder."
         )
 
     def log(self, server: Tree, updates: Mapping[ClientId, Tree]) -> Mapping[str, Tensor]:
-        return {"prototype_seen": server["seen"], "prototype_age": server["age"]}
+        sent = [update["prototypes"] for update in updates.values()]
+        return {
+            "prototype_seen": server["seen"],
+            "prototype_age": server["age"],
+            "class_contributors": contributors(sent, len(server["seen"])),
+        }
 
 
 class Balance:
@@ -374,6 +471,22 @@ def _scaled(lam: float, g_bal: Tensor, local: Tensor, balanced: Tensor) -> Tenso
     """lambda g_bal ||g_local|| / ||g_bal||, and zero where g_bal has no direction."""
     usable = torch.isfinite(balanced) & (balanced >= _TINY)
     return torch.where(usable, lam * (local / balanced.clamp(min=_TINY)) * g_bal, torch.zeros_like(g_bal))
+
+
+def row_of(sent: Tree, c: int, table: Tensors) -> Tensors:
+    """A client's prototype of class c, in float64."""
+    row = (sent["classes"] == c).nonzero().flatten()
+    return {name: unpack(sent[name], torch.float64, row)[0] for name in table}
+
+
+def clipped_sum(prototypes: Sequence[Tensors], longest: float, table: Tensors) -> Tensors:
+    """The sum of one class's prototypes, each shortened to `longest` where it is longer; zero where there are none."""
+    total = {name: torch.zeros(g.shape[1:], dtype=torch.float64) for name, g in table.items()}
+    for prototype in prototypes:
+        length = float(tree.norm(prototype.values()))
+        for name, t in prototype.items():
+            total[name] += t * min(1.0, longest / length) if length > 0 else t
+    return total
 
 
 def classifier_of(model: Tensors) -> Tensors:

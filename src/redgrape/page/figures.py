@@ -4,7 +4,7 @@ Runs of one setting differ by method and seed alone, so their curves may stand s
 
     settings   [{title, facts, methods: [{label, runs, hyper, file, toml, commands}]}]
     runs       {id: {seed, state, done, result, per_class, confusion, norms, served, split, ...}}
-    splits     {fingerprint: {class_names, class_counts, client_counts, groups, order: classes from head to tail}}
+    splits     {fingerprint: {class_names, known, class_counts, client_counts, groups, order: from head to tail}}
     rounds     {id: {round: [...], accuracy: [...], ...}}: a column a figure, null where there is none
     damaged    [{name, reason}]
 
@@ -75,19 +75,21 @@ def _split(reading: Reading) -> dict[str, Any] | None:
     environment = reading.view.environment
     if environment is None:
         return None
-    counts = [int(n) for n in environment["class_counts"]]
-    clients = [[int(n) for n in row] for row in environment["client_counts"]]
     names = [text(name) for name in environment["class_names"]]
+    known = environment["class_counts"] is not None  # else only the sites of a deployment know
+    counts = [int(n) for n in environment["class_counts"]] if known else [0] * len(names)
+    clients = [[int(n) for n in row] for row in environment["client_counts"]] if known else []
     groups = {group: [int(c) for c in environment["groups"][group]] for group in GROUPS}
     group_of = {c: group for group, classes in groups.items() for c in classes}
     if len(names) != len(counts) or any(len(row) != len(counts) for row in clients):
         raise ValueError("class names, class counts and client counts are of different lengths")
     return {
         "class_names": names,
+        "known": known,
         "class_counts": counts,
         "client_counts": clients,
-        "order": sorted(range(len(counts)), key=lambda c: (GROUPS.index(group_of[c]), -counts[c], c)),
-        "groups": [group_of[c] for c in range(len(counts))],
+        "order": sorted(range(len(counts)), key=lambda c: (GROUPS.index(group_of.get(c, "head")), -counts[c], c)),
+        "groups": [group_of[c] if known else group_of.get(c, "") for c in range(len(counts))],
     }
 
 
@@ -151,7 +153,7 @@ def _served(reading: Reading, split: dict[str, Any] | None) -> list[list[int]] |
     nothing, after the last round; None for a method without threshold and prototypes."""
     method = reading.view.experiment["method"]
     last = reading.view.metrics[-1] if reading.view.metrics else {}
-    if split is None or "threshold" not in method or "prototype_seen" not in last:
+    if split is None or not split["known"] or "threshold" not in method or "prototype_seen" not in last:
         return None
     C = len(split["class_counts"])
     threshold = float(method["threshold"]) if method.get("use_real_data", True) else math.inf
@@ -289,11 +291,15 @@ def _facts(readings: Sequence[Reading]) -> list[list[str]]:
         "Rounds": experiment["rounds"],
         "Net": experiment["net"]["name"],
     }
-    if environment := readings[0].view.environment:
+    environment = readings[0].view.environment
+    if environment and environment["class_counts"] is not None:
         counts = environment["class_counts"]
         facts["Training examples"] = (
             f"{sum(counts)} of {len(counts)} classes, {max(counts)} in the largest, {min(counts)} in the smallest"
         )
+    elif environment:
+        facts["Training examples"] = f"known to the sites alone: {', '.join(map(str, environment.get('sites', [])))}"
+        facts["Evaluated at"] = f"the {environment.get('evaluated', 'server')}"
     methods = [reading.view.experiment["method"] for reading in readings]
     for key, words in {"epochs": "Local epochs", "batch_size": "Batch size", "lr": "Learning rate"}.items():
         values = sorted({str(method[key]) for method in methods if key in method})

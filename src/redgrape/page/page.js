@@ -329,7 +329,8 @@ const roundsCard = () =>
 // Figures by class, from head to tail
 
 const classTitle = (split, c) =>
-  `${split.class_names[c]}: ${plural(split.class_counts[c], "training example")}, ${split.groups[c]}`;
+  split.known ? `${split.class_names[c]}: ${plural(split.class_counts[c], "training example")}, ${split.groups[c]}`
+    : [split.class_names[c], split.groups[c]].filter(Boolean).join(", ");
 
 // For each class, from head to tail, the spread over a method's runs; null where there is nothing.
 function byClass(method, valuesOf) {
@@ -353,7 +354,8 @@ function classChart(split, series, label, [least, most], format, tipFormat) {
   order.forEach((c, i) => {
     const height = (36 * log(split.class_counts[c])) / tallest;
     rect(root, "counts", x(i) - room * 0.36, floor - height, room * 0.72, height);
-    if (room > 26) write(root, x(i), floor - height - 4, compact(split.class_counts[c]), "middle", "small");
+    const count = split.known ? compact(split.class_counts[c]) : "";
+    if (room > 26) write(root, x(i), floor - height - 4, count, "middle", "small");
   });
   drawNames(root, names, x, floor, tilted, room);
   for (const { method, values, thin } of series) {
@@ -380,7 +382,7 @@ function classChart(split, series, label, [least, most], format, tipFormat) {
 function classTable(key, split, series, format) {
   const head = ["class", "training examples", ...series.map((s) => s.name)];
   const rows = split.order.map((c, i) => [c, i]).map(([c, i]) =>
-    [split.class_names[c], split.class_counts[c], ...series.map((s) => format(s, i))]);
+    [split.class_names[c], split.known ? split.class_counts[c] : "–", ...series.map((s) => format(s, i))]);
   return asTable(key, head, rows);
 }
 
@@ -518,6 +520,7 @@ function holdingCard() {
   const title = "Who holds what";
   if (!seeds.size) return card(title, READ.holding, missing("The data of this run has not been prepared yet."));
   const name = seeds.has(chosen.split) ? chosen.split : [...seeds.keys()][0];
+  if (!data.splits[name].known) return card(title, READ.holding, missing("Only the sites know: the data is theirs."));
   const { order, class_names: names, class_counts: totals, client_counts: counts } = data.splits[name];
   const most = Math.log(largest(counts.flat()) + 1);
   const map = heatMap({
@@ -668,7 +671,7 @@ function aboutCard() {
 
 function tailCard() {
   const split = anySplit();
-  if (!split) return null;
+  if (!split || !split.known) return null;
   const order = split.order, names = order.map((c) => split.class_names[c]);
   const counts = order.map((c) => split.class_counts[c]);
   const left = 8, right = chartWidth - 8, top = 40, bottom = 190, room = (right - left) / order.length;

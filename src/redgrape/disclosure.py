@@ -1,0 +1,228 @@
+"""What each party could learn in a run, counted from what its folder records.
+
+The server sees every update as it is, and so the classes that a client reports. Clients see what the server releases:
+the model, and RedGrape's prototypes. A report of a single example is that example's feature vector, one of few examples
+can be solved for all of theirs (ClassReports.solvable), and a class released from one client is that client's report.
+Counted in reports (client, class, round) and releases (class, round).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from redgrape.aggregation import Averaging
+from redgrape.class_reports import ClassReports
+from redgrape.errors import StorageError
+from redgrape.method import Method
+from redgrape.privacy_ledger import PrivacyLedger
+from redgrape.store import RunFolder
+
+
+def disclosed(folder: RunFolder) -> dict[str, Any]:
+    """The figures of a run, for `redgrape privacy`: only things that JSON knows."""
+    experiment = folder.experiment()
+    method = experiment.method.create()
+    records, environment = folder.metrics(), folder.environment()
+    facts: dict[str, Any] = {
+        "run": str(folder.path),
+        "method": experiment.method.name,
+        "preset": experiment.method.preset,
+        "rounds": len(records),
+        "clients": len(environment.get("client_counts") or environment.get("sites") or []) or None,
+        "classes": len(environment["class_names"]),
+        "answers": sum(len(record["answered"]) for record in records),
+        "beyond_averaging": method.privacy(),
+        "class_reports": None,
+        "noise": _noise(method, folder),
+    }
+    if isinstance(method, ClassReports) and method.reports_classes:
+        held = environment.get("client_counts")  # [clients, C]; at real sites only the sites know
+        counts = None if held is None else torch.tensor(held)
+        rounds = [_Round(method, record, counts, folder) for record in records]
+        facts["class_reports"] = {
+            "min_count": method.min_count,
+            "min_clients": method.min_clients,
+            "solvable_up_to": method.solvable(facts["classes"]),
+            "server": _seen_by_server(method, rounds, counts),
+            "clients": _seen_by_clients(method, rounds),
+        }
+    return facts
+
+
+def _noise(method: Method, folder: RunFolder) -> dict[str, Any] | None:
+    releases = PrivacyLedger(folder.path).releases()
+    if not isinstance(method, Averaging) or not releases:
+        return None
+    last = releases[-1]
+    return {
+        "epsilon": last["epsilon"],
+        "delta": last["delta"],
+        "releases": len(releases),
+        "most_rounds": last["most_rounds"],
+        "mechanisms": last["mechanisms"],
+        "randomness": method.dp_randomness,
+    }
+
+
+class _Round:
+    """One round's reports and releases, by class."""
+
+    def __init__(
+        self, method: ClassReports, record: Mapping[str, Any], counts: Tensor | None, folder: RunFolder
+    ) -> None:
+        self.answered: list[int] = record["answered"]
+        self.examples: Tensor | None = None  # behind the reports of each class, where that is known
+        reported: Tensor | None = None
+        if counts is not None:
+            counted = counts[[k for k in self.answered if k not in record.get("left_out", [])]]
+            reported = method.reported(counted)
+            self.examples = (counted * reported).sum(dim=0)
+        if "class_contributors" in record:
+            self.contributors = torch.tensor(record["class_contributors"])
+        elif reported is not None:  # a run of before it was recorded
+            self.contributors = reported.sum(dim=0)
+        else:
+            raise StorageError(f"'{folder.path}' does not record who reported a class; run it again with this redgrape")
+        self.is_prototype = "prototype_age" in record
+        if self.is_prototype:  # RedGrape records which prototypes are new; elsewhere the floor tells
+            self.released = torch.tensor(record["prototype_seen"]) & (torch.tensor(record["prototype_age"]) == 0)
+        else:
+            self.released = self.contributors >= method.fewest_contributors()
+
+
+def _seen_by_server(method: ClassReports, rounds: Sequence[_Round], counts: Tensor | None) -> dict[str, Any]:
+    if counts is None:
+        return {"reports": sum(int(r.contributors.sum()) for r in rounds)}
+    reported = method.reported(counts)
+    took_part = torch.zeros(len(counts), dtype=torch.int64)
+    for r in rounds:
+        took_part[r.answered] += 1
+    of_one, solvable = reported & (counts == 1), reported & (counts <= method.solvable(counts.shape[1]))
+
+    def in_all(pairs: Tensor) -> int:
+        return int((pairs * took_part[:, None]).sum())
+
+    def once(pairs: Tensor) -> int:
+        return int((pairs & (took_part > 0)[:, None]).sum())
+
+    return {
+        "reports": in_all(reported),
+        "pairs": once(reported),  # of a client and a class
+        "pairs_held_back": once((counts > 0) & ~reported),
+        "single_example_reports": in_all(of_one),
+        "single_examples": once(of_one),
+        "solvable_pairs": once(solvable),
+        "solvable_examples": int((counts * solvable)[took_part > 0].sum()),
+        "classes_of_clients": {
+            str(k): reported[k].nonzero().flatten().tolist() for k in took_part.nonzero().flatten().tolist()
+        },
+    }
+
+
+def _seen_by_clients(method: ClassReports, rounds: Sequence[_Round]) -> dict[str, Any]:
+    alone = [r.released & (r.contributors == 1) for r in rounds]
+    behind = [int(r.contributors[r.released].min()) for r in rounds if r.released.any()]
+    known = [(r.released, r.examples) for r in rounds if r.examples is not None]  # those of all rounds, or of none
+    limit = method.solvable(len(rounds[0].released)) if rounds else 0
+    return {
+        "as_prototypes": any(r.is_prototype for r in rounds),
+        "releases": sum(int(r.released.sum()) for r in rounds),
+        "fewest_contributors": min(behind, default=None),
+        "releases_from_one_client": sum(int(a.sum()) for a in alone),
+        "releases_of_one_example": sum(int((r & (n == 1)).sum()) for r, n in known) if known else None,
+        "solvable_releases": sum(int((r & (n <= limit) & (n > 0)).sum()) for r, n in known) if known else None,
+        "held_back": sum(int((~r.released & (r.contributors > 0)).sum()) for r in rounds),
+        "classes_released": sorted({c for r in rounds for c in r.released.nonzero().flatten().tolist()}),
+    }
+
+
+def in_words(facts: Mapping[str, Any]) -> dict[str, list[str]]:
+    """The same for people: a few sentences for each party."""
+    reports = facts["class_reports"]
+    server = [
+        f"{facts['answers']} updates of the model, each with its client's number of examples and training loss; the "
+        "classifier's part of an update tells much about the labels behind it"
+    ]
+    clients = ["the model of every round that they took part in, and so the sum of what the others changed"]
+    if reports is None:
+        server += [facts["beyond_averaging"]] if facts["beyond_averaging"] else ["no class by name"]
+    else:
+        server += _server_words(facts, reports)
+        clients += _client_words(facts, reports["clients"])
+    return {"the server": server, "the clients": clients, "differential privacy": _noise_words(facts["noise"])}
+
+
+def _noise_words(noise: Mapping[str, Any] | None) -> list[str]:
+    if noise is None:
+        return ["none: nothing got noise, epsilon is infinite"]
+    words = ", ".join(f"{m['name']} {m['multiplier']:g} ({m['times']} a round)" for m in noise["mechanisms"])
+    spent = (
+        "epsilon is infinite, because not everything that was let out got noise"
+        if noise["epsilon"] is None
+        else f"epsilon {noise['epsilon']:.4g} at delta {noise['delta']:g}"
+    )
+    told = [
+        f"{spent}; noise multipliers: {words}; {noise['releases']} releases, "
+        f"a client in at most {noise['most_rounds']}",
+        "that bounds what the clients, and whoever gets the model, can learn of all data of one client together; it "
+        "holds if the server is honest: it sees the updates without noise, and metrics.jsonl is made from them",
+    ]
+    if noise["randomness"] == "seed":
+        told += ["the noise was made from the seed: who knows the seed can take it off, and epsilon means nothing then"]
+    return told
+
+
+def _server_words(facts: Mapping[str, Any], reports: Mapping[str, Any]) -> list[str]:
+    seen, floor = reports["server"], reports["min_count"]
+    if "pairs" not in seen:
+        limit = reports["solvable_up_to"]
+        words = [f"{seen['reports']} reports of a class by a client, each of {_examples(floor)} or more"]
+        few = f"the exact feature vectors behind reports of at most {_examples(limit)}: how many, only the clients know"
+        return [*words, few] if floor <= limit else words
+    back = f", and {seen['pairs_held_back']} were held back" if floor > 1 else ""
+    return [
+        f"which classes each client holds, from {_examples(floor)} on: {seen['pairs']} pairs of a client and a class, "
+        f"in {seen['reports']} reports{back}",
+        f"the exact feature vector of {_examples(seen['single_examples'])}, the only ones of their class at their "
+        f"client, in {seen['single_example_reports']} reports",
+        f"with some work the feature vectors of {_examples(seen['solvable_examples'])} in {seen['solvable_pairs']} "
+        "pairs, those among them: of so few examples a report can be solved for all; of the others a weighted mean",
+    ]
+
+
+def _client_words(facts: Mapping[str, Any], seen: Mapping[str, Any]) -> list[str]:
+    if not seen["as_prototypes"]:
+        return ["class gradients only through the classifier that the server re-trains with them"]
+    single, solvable = seen["releases_of_one_example"], seen["solvable_releases"]
+    exact = (
+        f", and {single} of a single example, whose exact feature vector every client could compute; {solvable} were "
+        "of so few examples that they can be solved for all of them"
+    )
+    least = f"; the fewest clients behind one were {seen['fewest_contributors']}" if seen["releases"] else ""
+    return [
+        f"prototypes of {len(seen['classes_released'])} of {facts['classes']} classes, released {seen['releases']} "
+        f"times{least}; {seen['held_back']} times one was held back because too few clients had reported the class",
+        f"{seen['releases_from_one_client']} releases were from one client alone{'' if single is None else exact}",
+    ]
+
+
+def _examples(count: int) -> str:
+    return "1 example" if count == 1 else f"{count} examples"
+
+
+def leak_in_one_line(facts: Mapping[str, Any]) -> str | None:
+    """What a run without floors gave away; None where there was nothing to keep back."""
+    reports = facts["class_reports"]
+    if reports is None or reports["min_count"] > 1 or "pairs" not in reports["server"]:
+        return None
+    server, clients = reports["server"], reports["clients"]
+    return (
+        f"privacy: the server was told which classes each client holds ({server['pairs']} pairs) and could compute "
+        f"the exact features of {_examples(server['single_examples'])}, with some work of "
+        f"{server['solvable_examples']}; {clients['releases_from_one_client']} releases were of one client alone; "
+        "preset private keeps such classes back, `redgrape privacy RUN` tells more"
+    )

@@ -1,0 +1,226 @@
+"""`redgrape deploy init`: the folder of a deployment, with all that each party needs."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+
+from redgrape import durable, methods
+from redgrape.data.prepare import AT_SITES
+from redgrape.errors import ConfigError
+from redgrape.experiment import Experiment
+from redgrape.flower import certificates
+from redgrape.flower.certificates import Certificate, PrivateKey
+from redgrape.flower.folder import Deployment, DeployOptions, SiteOptions, is_everywhere, is_loopback, write_private
+
+PRIVATE_PRESET = "private"
+
+_APP = """\
+[build-system]
+requires = ["hatchling"]
+build-backend = "hatchling.build"
+
+[project]
+name = "redgrape-app"
+version = "1.0.0"
+description = "The methods of redgrape on Flower; every party has redgrape installed"
+license = "Apache-2.0"
+dependencies = []
+
+[tool.hatch.build.targets.wheel]
+packages = ["."]
+
+[tool.flwr.app]
+publisher = "redgrape"
+
+[tool.flwr.app.components]
+serverapp = "redgrape_app.server:app"
+clientapp = "redgrape_app.client:app"
+
+[tool.flwr.app.config]
+ticket = ""
+run = ""
+nodes = "authenticated"
+changes = "refused"
+"""
+
+_SERVER_README = """\
+# A deployment of redgrape
+
+Sites: {sites}. Server: {address}, listening on {bind}.
+
+1. Give each site its folder below `sites/`, over a way that only the two of you can read: it holds the site's key.
+   Delete it here afterwards if you like, but keep `sites/NAME/key.pub`, by which the server knows the site.
+2. `redgrape deploy server .` (or `server/start.sh`) starts the server and stays in the foreground.
+3. Every site starts its own part.
+4. `redgrape deploy status .` tells who is connected; `redgrape deploy run .` runs `experiment.toml`. The run folder
+   appears below `runs/`. If anything is interrupted, the same command goes on from the last finished round.
+5. `redgrape doctor .` looks for what may be wrong.
+
+`server/ca.key` signs certificates that all sites trust: keep it to yourself.
+"""
+
+_SITE_README = """\
+# Site {name}
+
+Your data stays on your machine. You need Python 3.11 or newer, this folder, and a way out to {address} (TCP); nobody
+connects to you.
+
+1. Install: `pip install "redgrape[flower,images]"`, in the same version as the server.
+2. Look that everything is in order: `redgrape doctor . --data PATH`.
+3. Start: `redgrape deploy site . --data PATH` (or `./start.sh PATH`), and leave it running. It reconnects by itself.
+   Ctrl-C ends it; start it again whenever you like: your site is known by its key.
+
+PATH is a folder with a sub-folder for each class, or an `.npz` file with `x`, `y` and, where classes are not simply
+numbered, `class_names`. The classes are: {classes}. You need not hold all of them. An input has the shape {shape}
+({input}).{evaluation}
+
+What leaves your site: the update of the model in each round, the number of your examples, and, with RedGrape, a mean
+gradient for each class of which you hold at least {min_count} examples. This limit is in `site.toml` and is kept here,
+whatever the server asks for. The server chooses the method and its settings; it also sends the Flower app, which is
+code: take part only with a server that you trust that far.
+
+`key` is your site's key: keep it to yourself, readable by you alone. `states/` holds what your site must remember
+between rounds: keep it while a run goes on.
+"""
+
+
+def create(path: Path, options: DeployOptions) -> None:
+    """Make the folder, which must not exist or be empty. It appears whole or not at all."""
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise ConfigError(f"'{path}' exists already and is not an empty folder; name another")
+    temporary = path.with_name(f".{path.name}.tmp")
+    with durable.storage_errors("make", path):
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(mode=0o700, parents=True)
+        try:
+            _fill(temporary, options)
+            if path.exists():
+                path.rmdir()
+            temporary.rename(path)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+
+
+def default_experiment(options: DeployOptions) -> dict[str, Any]:
+    """RedGrape, private where the method offers it."""
+    presets = methods.load("redgrape").presets
+    private = {"preset": PRIVATE_PRESET} if PRIVATE_PRESET in presets else {}
+    net = "cnn" if len(options.data.shape) == 3 and min(options.data.shape[1:]) >= 16 else "mlp"
+    method = {"name": "redgrape", **private, "min_count": options.min_count}
+    return {"rounds": 20, "net": {"name": net}, "method": method}
+
+
+def deployed(experiment: Experiment, options: DeployOptions) -> Experiment:
+    """The experiment on the sites' data."""
+    values = experiment.resolved()
+    data = {"source": AT_SITES, "imbalance": "natural", "partition": "natural", "clients": len(options.sites)}
+    kept = {key: values["data"][key] for key in ("crop", "flip", "cutout", "auxiliary")}
+    return Experiment.parse({**values, "data": {**data, **kept}})
+
+
+def _fill(path: Path, options: DeployOptions) -> None:
+    server, app = path / "server", path / "app" / "redgrape_app"
+    for folder in (server, path / "sites", path / "runs", app.parent, app):
+        folder.mkdir(mode=0o700)
+    _write(path / "deploy.toml", options.to_toml())
+    _write(path / "experiment.toml", tomli_w.dumps(default_experiment(options)))
+    sites = ", ".join(options.sites)
+    _write(path / "README.md", _SERVER_README.format(sites=sites, address=options.address, bind=options.bind))
+    _write(app.parent / "pyproject.toml", _APP)
+    _write(app / "__init__.py", '"""The Flower app: redgrape itself is installed at every party."""\n')
+    _write(
+        app / "server.py",
+        '"""The server\'s part."""\n\nfrom redgrape.flower import server_app\n\napp = server_app.app\n',
+    )
+    _write(
+        app / "client.py", '"""A site\'s part."""\n\nfrom redgrape.flower import client_app\n\napp = client_app.app\n'
+    )
+    _script(server / "start.sh", 'exec redgrape deploy server "$(dirname "$0")/.." "$@"')
+    authority = b""
+    if not options.plain:
+        authority = _write_certificates(server, options)
+    for index, name in enumerate(options.sites):
+        _fill_site(path / "sites" / name, name, index, options, authority)
+
+
+def renew(deployment: Deployment, days: int = certificates.SERVER_DAYS) -> None:
+    """A new certificate for the server, from the authority that the sites know already."""
+    server = deployment.server
+    if deployment.options.plain:
+        raise ConfigError("this deployment has no certificates: it is plain")
+    certificates.check_private(server / "ca.key")
+    if certificates.days_left(server / "ca.crt") < 0:
+        raise ConfigError(f"'{server / 'ca.crt'}' itself has expired; make a new deployment and give out its folders")
+    signing_key, authority = certificates.load_authority(server / "ca.key", server / "ca.crt")
+    _write_server_certificate(server, deployment.options, signing_key, authority, days)
+
+
+def _write_certificates(server: Path, options: DeployOptions) -> bytes:
+    signing_key = certificates.new_key()
+    authority = certificates.authority(signing_key)
+    public = certificates.certificate_bytes(authority)
+    (server / "ca.crt").write_bytes(public)
+    write_private(server / "ca.key", certificates.private_bytes(signing_key))
+    _write_server_certificate(server, options, signing_key, authority, certificates.SERVER_DAYS)
+    return public
+
+
+def _write_server_certificate(
+    server: Path, options: DeployOptions, signing_key: PrivateKey, authority: Certificate, days: int
+) -> None:
+    key = certificates.new_key()
+    everywhere = is_everywhere(options.bind)
+    hosts = [options.host] if everywhere else [options.host, options.bind]
+    if any(map(is_loopback, hosts)) or everywhere:
+        hosts += ["localhost", "127.0.0.1"]  # for this machine's own questions
+    certificate = certificates.server_certificate(key, list(dict.fromkeys(hosts)), authority, signing_key, days)
+    (server / "server.key").unlink(missing_ok=True)
+    write_private(server / "server.key", certificates.private_bytes(key))
+    (server / "server.crt").write_bytes(certificates.certificate_bytes(certificate))
+
+
+def _fill_site(path: Path, name: str, index: int, options: DeployOptions, authority: bytes) -> None:
+    path.mkdir(mode=0o700)
+    site = SiteOptions(
+        name=name,
+        index=index,
+        sites=len(options.sites),
+        server=options.address,
+        plain=options.plain,
+        evaluates=options.test is None,
+        min_count=options.min_count,
+        data=options.data,
+    )
+    _write(path / "site.toml", site.to_toml())
+    evaluation = (
+        "\nModels are evaluated at the sites: a fifth of your examples is held out for that." if site.evaluates else ""
+    )
+    words = {
+        "name": name,
+        "address": options.address,
+        "classes": ", ".join(options.data.classes),
+        "shape": " x ".join(map(str, options.data.shape)),
+        "input": "pixels as uint8" if options.data.input == "uint8" else "numbers",
+        "evaluation": evaluation,
+        "min_count": options.min_count,
+    }
+    _write(path / "README.md", _SITE_README.format(**words))
+    _script(path / "start.sh", 'exec redgrape deploy site "$(dirname "$0")" --data "$@"')
+    if not options.plain:
+        private, public = certificates.site_key_bytes(certificates.new_key())
+        (path / "ca.crt").write_bytes(authority)
+        write_private(path / "key", private)
+        (path / "key.pub").write_bytes(public)
+
+
+def _write(path: Path, text: str) -> None:
+    path.write_text(text, encoding="utf-8")
+
+
+def _script(path: Path, line: str) -> None:
+    _write(path, f"#!/bin/sh\n{line}\n")
+    path.chmod(0o755)

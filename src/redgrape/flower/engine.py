@@ -1,0 +1,318 @@
+"""The server's engine: clients are sites, which are asked through Flower's grid.
+
+A site is known by its key, and counts by its number. What it says of itself when it joins must agree with that, before
+anything of the model is sent to it. Every question has a deadline; an answer that comes after it is never looked at.
+A client's state lies at its site: what the server keeps of it is the round that it is of.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+import safetensors
+import torch
+
+from redgrape import evaluate, tree
+from redgrape.acceptance import Declared, UpdateRejected, named_tensors
+from redgrape.engines import Answer, ClientHalf, Lost, Split, Task
+from redgrape.errors import TooFewClients
+from redgrape.evaluate import Scores
+from redgrape.experiment import Experiment
+from redgrape.flower import wire
+from redgrape.flower.federation import PartialFederation
+from redgrape.flower.folder import DeployOptions
+from redgrape.flower.wire import PROTOCOL, Header
+from redgrape.method import ClientId
+from redgrape.store import KEPT
+from redgrape.tree import Tensors, Tree
+
+if TYPE_CHECKING:
+    from flwr.app import Message
+    from flwr.serverapp import Grid
+
+POLL = 0.1  # seconds between two looks for answers
+NODES = 1.0  # seconds between two looks for sites
+JOIN = 30.0  # seconds for a node to say who it is
+_KINDS = {"train": "train", "evaluate": "evaluate"}  # Flower's types of messages; all others are queries
+
+
+@dataclass
+class _Member:
+    """A node that has joined as a site, and since when it is connected."""
+
+    site: ClientId
+    since: str
+
+
+@dataclass
+class _Reply:
+    header: Header
+    parts: Mapping[str, bytes] = field(default_factory=dict)
+
+
+class FlowerEngine:
+    """`keys`: the public key of each site, None where nodes are not authenticated."""
+
+    def __init__(
+        self,
+        half: ClientHalf,
+        grid: Grid,
+        options: DeployOptions,
+        experiment: Experiment,
+        run: str,
+        keys: Sequence[bytes] | None,
+        say: Callable[[str], None],
+    ) -> None:
+        assert isinstance(half.federation, PartialFederation)
+        self._half, self._federation = half, half.federation
+        self._grid, self._options, self._keys, self._say = grid, options, keys, say
+        self._run, self._experiment = run, experiment.to_toml()
+        self._fewest = max(experiment.min_answers, half.method.fewest_answers())
+        self._waited = False  # for all sites, as at the beginning of a run
+        self._reach = KEPT * experiment.checkpoint_every + 1  # rounds that a resume may go back
+        self._members: dict[int, _Member] = {}  # by node id
+        self._refused: dict[int, str] = {}  # the same, with since when
+
+    def run_clients(
+        self, broadcast: Tree, tasks: Mapping[ClientId, Task], round: int
+    ) -> Iterator[tuple[ClientId, Answer | Lost]]:
+        common = tree.to_bytes(broadcast)
+        questions: dict[ClientId, tuple[Header, Mapping[str, bytes]]] = {}
+        for k in tasks:
+            try:
+                task = tasks[k]
+            except UpdateRejected as reason:  # of what the client asked for
+                yield k, Lost(f"site '{self._name(k)}': {reason}")
+                continue
+            header: Header = {"round": round, "reach": self._reach}
+            if task.state is not None:
+                header["state"] = int(task.state["round"])
+            parts = {"broadcast": common} | ({"message": tree.to_bytes(task.message)} if task.message else {})
+            questions[k] = header, parts
+        for k, reply in self._ask("train", questions, self._options.deadlines.round, self._fewest):
+            yield k, reply if isinstance(reply, Lost) else _as_answer(reply, round)
+
+    def requests(self, clients: Sequence[ClientId], round: int) -> Iterator[tuple[ClientId, Tree]]:
+        questions: dict[ClientId, Any] = {k: ({"round": round}, {}) for k in clients}
+        for k, reply in self._ask("request", questions, self._options.deadlines.evaluate, self._fewest):
+            if isinstance(reply, Lost):
+                self._say(f"asked before round {round}: {reply.reason}")
+                continue
+            try:
+                yield k, _checked(reply, "request")
+            except UpdateRejected as reason:
+                self._say(f"what site '{self._name(k)}' asks for in round {round} is not taken: {reason}")
+
+    def survey(self, clients: Sequence[ClientId]) -> Iterator[Tree]:
+        """All of them must answer: a sum over fewer would be of another federation."""
+        questions: dict[ClientId, Any] = {k: ({"round": 0}, {}) for k in clients}
+        replies = dict(self._ask("survey", questions, self._options.deadlines.evaluate, len(clients)))
+        for k in sorted(clients):
+            reply = replies[k]
+            if isinstance(reply, Lost):
+                raise TooFewClients(f"the survey before the first round needs all sites: {reply.reason}")
+            try:
+                yield _checked(reply, "survey")
+            except UpdateRejected as reason:
+                raise TooFewClients(
+                    f"what site '{self._name(k)}' answers to the survey is not taken: {reason}"
+                ) from reason
+
+    def evaluate(self, model: Tensors, split: Split) -> Scores:
+        if not self._federation.evaluated_elsewhere:
+            starts = evaluate.batch_starts(self._half.examples(split))
+            return evaluate.combine(self._half.score(model, split, starts))
+        parts = {"model": tree.to_bytes(model)}
+        questions = {k: ({"round": 0}, parts) for k in range(self._federation.num_clients)}
+        scores: dict[ClientId, tuple[torch.Tensor, float]] = {}
+        for k, reply in self._ask("evaluate", questions, self._options.deadlines.evaluate, 1):
+            if isinstance(reply, Lost):
+                self._say(f"site '{self._name(k)}' did not evaluate: {reply.reason}")
+                continue
+            try:
+                scores[k] = self._scores(_checked(reply, "scores"))
+            except UpdateRejected as error:
+                self._say(f"the evaluation of site '{self._name(k)}' is not taken: {error}")
+        if not scores:
+            raise TooFewClients("no site has evaluated the model; metrics cannot be made")
+        return evaluate.combine([score for _, score in sorted(scores.items())])
+
+    def _scores(self, sent: Tree) -> tuple[torch.Tensor, float]:
+        C = self._federation.num_classes
+        confusion, loss = sent.get("confusion"), sent.get("loss")
+        if not (isinstance(confusion, torch.Tensor) and confusion.shape == (C, C) and confusion.dtype == torch.int64):
+            raise UpdateRejected(f"'confusion' must be {C} by {C} whole numbers")
+        if (confusion < 0).any() or not confusion.sum() or (confusion > 10**9).any():
+            raise UpdateRejected("'confusion' must count examples")
+        if not (isinstance(loss, torch.Tensor) and loss.shape == () and torch.isfinite(loss) and loss >= 0):
+            raise UpdateRejected("'loss' must be one finite number that is not negative")
+        return confusion, float(loss)
+
+    def _ask(
+        self, kind: str, questions: Mapping[ClientId, tuple[Header, Mapping[str, bytes]]], seconds: float, fewest: int
+    ) -> Iterator[tuple[ClientId, _Reply | Lost]]:
+        """Ask sites, and give their replies as they come; for each that gives none why."""
+        nodes = self._connected(questions, fewest)
+        for k in questions:
+            if k not in nodes:
+                yield k, Lost(f"site '{self._name(k)}' is not connected")
+        common = {"kind": kind, "run": self._run, "experiment": self._experiment, "deadline": seconds}
+        letters = {
+            nodes[k]: wire.pack({**common, **header, "protocol": PROTOCOL}, parts)
+            for k, (header, parts) in questions.items()
+            if k in nodes
+        }
+        site_of = {node: k for k, node in nodes.items()}
+        group = str(next(iter(questions.values()))[0].get("round", 0)) if questions else ""
+        for node, message in self._exchange(kind, letters, group, seconds):
+            k = site_of[node]
+            if message is None:
+                yield k, Lost(f"site '{self._name(k)}' gave no answer within {seconds:g} seconds")
+            else:
+                yield k, self._read(k, message)
+
+    def _read(self, k: ClientId, message: Message) -> _Reply | Lost:
+        if message.has_error():
+            reason = " ".join(str(message.error.reason).split())[:300]
+            return Lost(f"site '{self._name(k)}' failed: {reason} (code {message.error.code})")
+        try:
+            reply = _Reply(*wire.unpack(message.content))
+        except wire.NotUnderstood as error:
+            return Lost(f"the answer of site '{self._name(k)}' cannot be read: {error}")
+        if "error" in reply.header:
+            return Lost(f"site '{self._name(k)}': {' '.join(str(reply.header['error']).split())[:500]}")
+        return reply
+
+    def _exchange(
+        self, kind: str, letters: Mapping[int, Any], group: str, seconds: float
+    ) -> Iterator[tuple[int, Message | None]]:
+        """The answers of nodes as they come, and None for each that has given none when the time is over. Nobody asks
+        for the others any more, so that a late answer reaches no later round."""
+        from flwr.app import Message
+
+        messages = [
+            Message(content, node, _KINDS.get(kind, "query"), ttl=seconds, group_id=group)
+            for node, content in letters.items()
+        ]
+        ids = list(self._grid.push_messages(messages)) if messages else []
+        waiting = {number: node for number, node in zip(ids, letters, strict=True) if number}
+        for node in set(letters) - set(waiting.values()):
+            yield node, None
+        del messages
+        ends = time.monotonic() + seconds
+        while waiting and time.monotonic() < ends:
+            for message in self._grid.pull_messages(list(waiting)):
+                number = message.metadata.reply_to_message_id
+                if number in waiting:
+                    yield waiting.pop(number), message
+            if waiting:
+                time.sleep(POLL)
+        for node in waiting.values():
+            yield node, None
+
+    def _connected(self, sites: Iterable[ClientId], fewest: int) -> dict[ClientId, int]:
+        """The nodes of these sites. At the beginning all are waited for, so that a run that goes on does so with the
+        same ones; later a site that is away is not, as long as the fewest are there. The wait has its deadline."""
+        wanted, ends, told = set(sites), time.monotonic() + self._options.deadlines.join, False
+        while True:
+            there = {k: node for k, node in self._join().items() if k in wanted}
+            enough = len(there) >= (min(fewest, len(wanted)) if self._waited else len(wanted))
+            if enough or time.monotonic() >= ends:
+                self._waited = True
+                return there
+            if not told:
+                self._say(f"waiting for {', '.join(self._name(k) for k in sorted(wanted - there.keys()))}")
+                told = True
+            time.sleep(NODES)
+
+    def _join(self) -> dict[ClientId, int]:
+        """The sites that are connected. A node that is new, or was away, is asked who it is."""
+        nodes = {node.node_id: node for node in self._grid.get_nodes()}
+        self._members = {i: m for i, m in self._members.items() if i in nodes and m.since == nodes[i].last_activated_at}
+        new = [i for i in nodes if i not in self._members and self._refused.get(i) != nodes[i].last_activated_at]
+        question = {"kind": "join", "deadline": JOIN, "protocol": PROTOCOL}
+        letters = {i: wire.pack(question, {}) for i in new}
+        for i, message in self._exchange("join", letters, "0", JOIN):
+            if message is None:
+                continue
+            try:
+                site = self._welcome(nodes[i], message)
+            except UpdateRejected as reason:
+                self._refused[i] = nodes[i].last_activated_at
+                self._say(f"a node is refused: {reason}")
+            else:
+                self._members[i] = _Member(site, nodes[i].last_activated_at)
+        return {member.site: i for i, member in self._members.items()}
+
+    def _welcome(self, node: Any, message: Message) -> ClientId:
+        """The number of the site that this node is; UpdateRejected where it cannot be one."""
+        if message.has_error():
+            raise UpdateRejected(f"it failed: {' '.join(str(message.error.reason).split())[:300]}")
+        try:
+            said, _ = wire.unpack(message.content)
+        except wire.NotUnderstood as error:
+            raise UpdateRejected(str(error)) from error
+        if "error" in said:
+            raise UpdateRejected(" ".join(str(said["error"]).split())[:300])
+        k = said.get("site")
+        if not isinstance(k, int) or not 0 <= k < len(self._options.sites):
+            raise UpdateRejected(f"it says that it is site {str(k)[:40]}, and there are {len(self._options.sites)}")
+        name = self._name(k)
+        if self._keys is not None and node.public_key != self._keys[k]:
+            whose = self._keys.index(node.public_key) if node.public_key in self._keys else None
+            owner = "nobody here" if whose is None else f"'{self._name(whose)}'"
+            raise UpdateRejected(f"it says that it is site '{name}', and its key is that of {owner}")
+        if any(member.site == k for member in self._members.values()):
+            raise UpdateRejected(f"site '{name}' is connected already")
+        agreed = self._options.data.model_dump(mode="json")
+        if said.get("agreement") != agreed or said.get("sites") != len(self._options.sites):
+            raise UpdateRejected(f"site '{name}' has another agreement on classes, shape or sites than the server")
+        if bool(said.get("evaluates")) != self._federation.evaluated_elsewhere:
+            raise UpdateRejected(f"site '{name}' and the server do not agree on where models are evaluated")
+        examples = said.get("examples")
+        if not isinstance(examples, int) or examples < 1:
+            raise UpdateRejected(f"site '{name}' has no examples")
+        self._federation.joined[k] = Declared(examples)
+        versions = {key: str(said.get(key))[:40] for key in ("redgrape", "torch", "numpy", "machine", "cpu")}
+        self._say(f"site '{name}' has joined ({json.dumps(versions)})")
+        return k
+
+    def _name(self, k: ClientId) -> str:
+        return self._options.sites[k]
+
+    def close(self) -> None:
+        pass
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _as_answer(reply: _Reply, asked: int) -> Answer | Lost:
+    """What `training.rounds` judges: of the state only the round that it is of."""
+    round = reply.header.get("round")
+    try:
+        update = tree.from_bytes(reply.parts["update"])
+    except (KeyError, ValueError, RecursionError, safetensors.SafetensorError) as error:
+        return Lost(f"its update cannot be read: {error}")
+    state = {"round": torch.tensor(asked)} if reply.header.get("has_state") is True else {}
+    return Answer(update, state, round if isinstance(round, int) else -1)
+
+
+def _checked(reply: _Reply, name: str) -> Tree:
+    """A tree of finite tensors from a site, else UpdateRejected."""
+    try:
+        sent = tree.from_bytes(reply.parts[name])
+    except (KeyError, ValueError, RecursionError, safetensors.SafetensorError) as error:
+        raise UpdateRejected(f"'{name}' cannot be read: {error}") from error
+    named_tensors(sent)
+    return sent

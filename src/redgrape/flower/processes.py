@@ -1,0 +1,121 @@
+"""The processes of a role: started in a group of their own, watched, and ended with all that they have started.
+
+Flower's SuperLink and SuperNode start further processes, some in sessions of their own, which would outlive a kill.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from redgrape.errors import ConfigError
+
+GRACE = 8.0  # seconds to end in order, before they are killed
+_PR_SET_PDEATHSIG = 1
+OFF = {
+    "FLWR_TELEMETRY_ENABLED": "0",
+    "FLWR_DISABLE_UPDATE_CHECK": "1",
+    "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
+    "RAY_USAGE_STATS_ENABLED": "0",
+}
+# What the parties' processes are told by their environment: paths that an app's settings would tell to everybody.
+DEPLOYMENT = "REDGRAPE_DEPLOYMENT"  # the server's folder
+SOCKET = "REDGRAPE_SITE_SOCKET"  # where a site's resident process listens
+SIMULATED_DATA = "REDGRAPE_SIMULATED_DATA"  # the data of all sites, where they are simulated here
+LOOK = "REDGRAPE_LOOK"  # seconds between two looks of a SuperNode for messages
+POLL = 0.2  # seconds between two looks of Flower for work, which cost the server some milliseconds each
+
+
+def environment(flower_home: Path, more: Mapping[str, str] | None = None, poll: float = POLL) -> dict[str, str]:
+    """For Flower's processes: no telemetry, no update check, no installation; their commands from this Python."""
+    here = str(Path(sys.executable).parent)
+    passed = {name: value for name, value in os.environ.items() if not name.startswith("FLWR_")}
+    own = {
+        "PATH": f"{here}{os.pathsep}{os.environ.get('PATH', '')}",
+        "FLWR_HOME": str(flower_home),
+        "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": str(poll),
+        "PYTHONUNBUFFERED": "1",
+    }
+    return {**passed, **own, **OFF, **(more or {})}
+
+
+def require_flower() -> None:
+    """Raise ConfigError where Flower is not installed."""
+    from importlib.util import find_spec
+
+    if find_spec("flwr") is None:
+        raise ConfigError("this needs Flower; run `pip install redgrape[flower]`")
+
+
+def end_with_parent() -> None:
+    """End this process when the one that started it has ended, where the system can (Linux)."""
+    if sys.platform == "linux":
+        parent = os.getppid()
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        if os.getppid() != parent:  # it has ended already
+            sys.exit(143)
+
+
+class Owned:
+    """One process with all that it starts. Its output goes to a file. What it starts is known by a mark in the
+    environment, which is inherited also by those that leave the group or lose their parent."""
+
+    def __init__(self, command: Sequence[str], env: Mapping[str, str], log: Path) -> None:
+        self.log = log
+        self._mark = f"REDGRAPE_OWNED={secrets.token_hex(8)}"
+        name, _, value = self._mark.partition("=")
+        with log.open("ab") as file:
+            self.process = subprocess.Popen(  # noqa: S603  # the command is ours
+                command,
+                env={**env, name: value},
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=file,
+                start_new_session=True,
+            )
+
+    def code(self) -> int | None:
+        return self.process.poll()
+
+    def last_words(self) -> str:
+        """The end of what it has written, on one line."""
+        text = self.log.read_bytes()[-8192:].decode(errors="replace")
+        return " | ".join(line.strip() for line in text.splitlines() if line.strip())[-2000:]
+
+    def stop(self) -> None:
+        """End it and what it has started: first in order, then at once."""
+        ends = time.monotonic() + GRACE
+        self._signal(signal.SIGTERM)
+        while self._running() and time.monotonic() < ends:
+            time.sleep(0.1)
+        self._signal(signal.SIGKILL)
+        self.process.wait(timeout=GRACE)
+
+    def _signal(self, number: int) -> None:
+        for pid in self._running():
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+    def _running(self) -> set[int]:
+        """It and the processes that it has started, as far as they have not ended. Only Linux tells of the latter."""
+        return marked(self._mark) | ({self.process.pid} if self.process.poll() is None else set())
+
+
+def marked(mark: str) -> set[int]:
+    """The processes that have this in their environment, and have not ended."""
+    found = set()
+    for entry in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            if mark.encode() in entry.read_bytes().split(b"\0"):
+                found.add(int(entry.parent.name))
+        except OSError:  # it has just ended, or is somebody else's
+            continue
+    return found

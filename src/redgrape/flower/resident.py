@@ -1,0 +1,64 @@
+"""A site's resident process: it keeps the data and the net's code in memory and answers over a local socket.
+
+Flower starts a process for every message. That process would have to load torch and the data each time; here it only
+passes the question on (client_app.py). The socket lies in a folder that only the site's own user can enter.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import socket
+import sys
+from pathlib import Path
+
+import torch
+
+from redgrape.errors import RedgrapeError
+from redgrape.flower import wire
+from redgrape.flower.folder import SiteFolder
+from redgrape.flower.processes import end_with_parent
+from redgrape.flower.site import Site
+
+READ_DEADLINE = 60.0  # seconds for a question that has begun to arrive
+
+
+def serve(site: Site, listening: socket.socket) -> None:
+    """Answer one question after another, for ever."""
+    while True:
+        connection, _ = listening.accept()
+        with connection:
+            connection.settimeout(READ_DEADLINE)
+            try:
+                header, parts = wire.receive(connection)
+                wire.send(connection, *site.answer(header, parts))
+            except (OSError, wire.NotUnderstood) as error:  # who asked has gone; the next one may be there
+                print(f"a question could not be answered: {error}", file=sys.stderr, flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="A site's resident process.")
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--socket", type=Path, required=True)
+    options = parser.parse_args()
+    end_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the business of who started it
+    torch.set_num_threads(1)
+    try:
+        site = Site(SiteFolder(options.folder), options.data)
+    except RedgrapeError as error:
+        print(json.dumps({"error": str(error), "exit_code": error.exit_code}), flush=True)
+        sys.exit(error.exit_code)
+    with socket.socket(socket.AF_UNIX) as listening:
+        options.socket.unlink(missing_ok=True)
+        listening.bind(str(options.socket))
+        options.socket.chmod(0o600)
+        listening.listen(4)
+        print(json.dumps({"ready": True, "counts": site.counts(), "test": len(site.test)}), flush=True)
+        serve(site, listening)
+
+
+if __name__ == "__main__":
+    main()

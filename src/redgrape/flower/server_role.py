@@ -1,0 +1,121 @@
+"""`redgrape deploy server`: the SuperLink, started, watched, and ended with all that belongs to it."""
+
+from __future__ import annotations
+
+import errno
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from redgrape import durable
+from redgrape.errors import BusyError, ConfigError, RedgrapeError
+from redgrape.flower import certificates
+from redgrape.flower.folder import Deployment
+from redgrape.flower.link import START_DEADLINE, Link, wait_until
+from redgrape.flower.processes import DEPLOYMENT, Owned, environment, require_flower
+
+RESTARTS = 5  # in a row, after which it is given up
+STEADY = 60.0  # seconds after which a start counts as one that went well
+
+
+class Server:
+    """`simulation`: no sites can connect; Flower simulates them on this machine or a cluster, with Ray."""
+
+    def __init__(self, deployment: Deployment, say: Callable[[str], None], *, simulation: bool = False) -> None:
+        self.deployment, self._say, self._simulation = deployment, say, simulation
+        self.link = Link(deployment)
+        self._owned: Owned | None = None
+
+    def start(self, **more: str) -> None:
+        """Returns when it answers and knows the sites' keys."""
+        require_flower()
+        options, server = self.deployment.options, self.deployment.server
+        check_port(options.bind, options.port)
+        self.link.write_connection()
+        command = [sys.executable, "-m", "redgrape.flower.launch", "superlink"]
+        command += ["--host", options.bind, "--port", str(options.port), "--database", self.deployment.database]
+        command += ["--simulation"] if self._simulation else []
+        if options.plain or self._simulation:
+            command += ["--insecure"]
+        else:
+            self._check_certificates()
+            command += ["--ssl-ca-certfile", str(server / "ca.crt"), "--ssl-certfile", str(server / "server.crt")]
+            command += ["--ssl-keyfile", str(server / "server.key"), "--enable-supernode-auth"]
+        env = environment(self.deployment.flower_home, {DEPLOYMENT: str(self.deployment.path), **more})
+        log = server / "superlink.log"
+        log.unlink(missing_ok=True)
+        self._owned = Owned(command, env, log)
+        owned = self._owned
+        if not wait_until(lambda: owned.code() is not None or self.link.is_up(), START_DEADLINE):
+            raise RedgrapeError(f"the server did not answer within {START_DEADLINE:g} seconds; see {log}")
+        if owned.code() is not None:
+            raise RedgrapeError(
+                f"the server has ended with code {owned.code()}: {owned.last_words()[-300:]}; see {log}"
+            )
+        if not options.plain and not self._simulation:
+            self._register()
+
+    def _check_certificates(self) -> None:
+        server = self.deployment.server
+        for name in ("ca.crt", "server.crt"):
+            if certificates.days_left(server / name) < 0:
+                raise ConfigError(
+                    f"'{server / name}' has expired; `redgrape deploy renew {self.deployment.path}` makes a new one"
+                )
+        certificates.check_private(server / "server.key")
+
+    def _register(self) -> None:
+        """Make the sites' keys known, as far as they are not."""
+        known = self.link.sites()
+        names = [name for name in self.deployment.options.sites if name not in known]
+        try:
+            self.link.register({name: self.deployment.site(name) / "key.pub" for name in names})
+        except RedgrapeError as error:  # a crash may have come between a registration and our note of it
+            database = self.deployment.database
+            raise RedgrapeError(f"{error}; if keys are in use already, remove '{database}': it is made anew") from error
+
+    def watch(self) -> None:
+        """Until it is interrupted. A SuperLink that ends is started again."""
+        failures, begun = 0, time.monotonic()
+        while True:
+            assert self._owned is not None
+            code = self._owned.code()
+            if code is not None:
+                failures = 1 if time.monotonic() - begun > STEADY else failures + 1
+                if failures > RESTARTS:
+                    raise RedgrapeError(f"the server has ended {failures} times (code {code}); see {self._owned.log}")
+                self._say(f"the SuperLink has ended with code {code}; starting it again")
+                self.stop()
+                begun = time.monotonic()
+                self.start()
+            time.sleep(0.5)
+
+    def stop(self) -> None:
+        if self._owned is not None:
+            self._owned.stop()
+
+
+def check_port(bind: str, port: int) -> None:
+    """Raise where the port is taken, or the address is none of this machine's."""
+    try:
+        family, kind, protocol, _, where = socket.getaddrinfo(bind, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(where)
+    except OSError as error:
+        if isinstance(error, socket.gaierror) or error.errno != errno.EADDRINUSE:
+            raise ConfigError(f"cannot listen on {bind}:{port}: {error.strerror}; set bind in deploy.toml") from error
+        raise BusyError(f"port {port} of {bind} is in use; end what uses it, or set another in deploy.toml") from error
+
+
+@contextmanager
+def running(server: Server, **more: str) -> Iterator[Server]:
+    """A server for as long as a block lasts."""
+    with durable.storage_errors("use", server.deployment.server):
+        try:
+            server.start(**more)
+            yield server
+        finally:
+            server.stop()

@@ -1,0 +1,188 @@
+"""What a site answers to the server's questions. Its examples and its state stay here; what leaves is in the answers.
+
+join       who is this, and does its data fit
+survey     what a method must know before the first round
+request    what a method asks a client before it sends it a message of its own
+train      a client's round: the update; the new state is saved here, under run and round
+evaluate   how a model does on the site's test set: counts, not examples
+"""
+
+from __future__ import annotations
+
+import platform
+import signal
+import tomllib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import safetensors
+import torch
+
+import redgrape
+from redgrape import evaluate, methods, nets, tree
+from redgrape.data.prepare import augmentation
+from redgrape.engines import ClientHalf, Task
+from redgrape.errors import ConfigError, DataError, RedgrapeError
+from redgrape.experiment import Experiment
+from redgrape.flower import site_data
+from redgrape.flower.federation import PartialFederation
+from redgrape.flower.folder import SiteFolder
+from redgrape.flower.site_states import SiteStates
+from redgrape.flower.wire import PROTOCOL, Header, NotUnderstood, Parts
+from redgrape.tree import Tree
+
+_CPU = torch.device("cpu")
+
+
+class Site:
+    """One site with its data, which has been checked."""
+
+    def __init__(self, folder: SiteFolder, data: Path, states: Path | None = None) -> None:
+        self.options = folder.options
+        agreement, index = self.options.data, self.options.index
+        self.train, self.test = site_data.load(data, folder.path / "cache", agreement, hold_out=self.options.evaluates)
+        if not len(self.train):
+            raise DataError(f"'{data}' holds no training example; a site needs at least one to take part")
+        if self.options.evaluates and not len(self.test):
+            raise DataError(f"'{data}' holds no test example, and models are evaluated at the sites")
+        self.index = index
+        self._states = SiteStates(folder.states if states is None else states)
+        self._prepared: tuple[str, ClientHalf] | None = None
+
+    def counts(self) -> dict[str, int]:
+        """Training examples of each class, for the site's own eyes."""
+        counts = torch.bincount(self.train.labels, minlength=len(self.options.data.classes)).tolist()
+        return dict(zip(self.options.data.classes, counts, strict=True))
+
+    def answer(self, header: Header, parts: Parts) -> tuple[Header, dict[str, bytes]]:
+        """The answer to a question; an error is one too, in one line."""
+        back = {"site": self.index, "round": header.get("round"), "protocol": PROTOCOL}
+        try:
+            questions: dict[str, Callable[[Header, Parts], tuple[Header, dict[str, Tree]]]] = {
+                "join": self._join,
+                "survey": self._survey,
+                "request": self._request,
+                "train": self._train,
+                "evaluate": self._evaluate,
+            }
+            if header.get("protocol") != PROTOCOL:
+                raise ConfigError(f"the server speaks protocol {header.get('protocol')}, and this site {PROTOCOL}")
+            if header.get("kind") not in questions:
+                raise ConfigError(f"the server asks {str(header.get('kind'))[:40]!r}, which is not known here")
+            with _within(float(header["deadline"])):
+                more, trees = questions[str(header["kind"])](header, parts)
+            return back | more, {name: tree.to_bytes(value) for name, value in trees.items()}
+        except (RedgrapeError, NotUnderstood) as error:
+            return back | {"error": " ".join(str(error).split())}, {}
+        except Exception as error:  # a site that fails must say so, and be there for the next question
+            return back | {"error": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"}, {}
+
+    def _join(self, header: Header, parts: Parts) -> tuple[Header, dict[str, Tree]]:
+        agreement = self.options.data
+        facts = {
+            "name": self.options.name,
+            "sites": self.options.sites,
+            "agreement": agreement.model_dump(mode="json"),
+            "examples": len(self.train),
+            "evaluates": self.options.evaluates,
+            "redgrape": redgrape.__version__,
+            "torch": torch.__version__,
+            "numpy": np.__version__,
+            "machine": platform.machine(),
+            "cpu": torch.backends.cpu.get_cpu_capability(),
+        }
+        return facts, {}
+
+    def _survey(self, header: Header, parts: Parts) -> tuple[Header, dict[str, Tree]]:
+        return {}, {"survey": next(self._half(header).survey([self.index]))}
+
+    def _request(self, header: Header, parts: Parts) -> tuple[Header, dict[str, Tree]]:
+        _, request = next(self._half(header).requests([self.index], int(header["round"])))
+        return {}, {"request": request}
+
+    def _train(self, header: Header, parts: Parts) -> tuple[Header, dict[str, Tree]]:
+        half, run, round = self._half(header), str(header["run"]), int(header["round"])
+        start = header.get("state")  # the round that this client's state must be of; none before its first
+        state = None if start is None else self._states.load(run, int(start))
+        answer = half.run(self.index, _tree(parts, "broadcast"), Task(state, _tree(parts, "message")), round)
+        new = tree.ordered(answer.state)
+        if new:
+            self._states.save(run, round, new, int(header["reach"]))
+        return {"has_state": bool(new)}, {"update": tree.ordered(answer.update)}
+
+    def _evaluate(self, header: Header, parts: Parts) -> tuple[Header, dict[str, Tree]]:
+        if not self.options.evaluates:
+            raise ConfigError("models are evaluated at the server, and this site holds no test set")
+        model = tree.flatten(_tree(parts, "model"))
+        scores = self._half(header).score(model, "test", evaluate.batch_starts(self.test))
+        confusion = torch.stack([counts for counts, _ in scores]).sum(dim=0)
+        loss = torch.tensor(sum(loss for _, loss in scores), dtype=torch.float64)
+        return {}, {"scores": {"confusion": confusion, "loss": loss}}
+
+    def _half(self, header: Header) -> ClientHalf:
+        """The client half of the method that the server's experiment names."""
+        experiment = _parse(str(header.get("experiment")))
+        key = experiment.hash()
+        if self._prepared is None or self._prepared[0] != key:
+            self._prepared = key, self._client_half(experiment)
+        return self._prepared[1]
+
+    def _client_half(self, experiment: Experiment) -> ClientHalf:
+        method, options = experiment.method.create(), self.options
+        promised = getattr(method, "min_count", None)
+        if promised is not None and promised < options.min_count:
+            raise ConfigError(
+                f"the server's experiment has min_count={promised}, and this site reports no class of which it holds "
+                f"fewer than {options.min_count} examples (min_count in its site.toml)"
+            )
+        augment = augmentation(experiment.data, 1 + len(options.data.shape))
+        train = replace(self.train, augment=augment)
+        federation = PartialFederation(
+            options.data, options.sites, own=(self.index, train), test=self.test if options.evaluates else None
+        )
+        build = partial(nets.build, experiment.net.name, options.data.shape, federation.num_classes, experiment.seed)
+        return ClientHalf(method, federation, build, experiment.seed, experiment.rounds, _CPU)
+
+
+def _parse(text: str) -> Experiment:
+    try:
+        values = tomllib.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise NotUnderstood(f"its experiment is not valid TOML: {error}") from error
+    method = values.get("method")
+    name = method.get("name") if isinstance(method, dict) else None
+    if name not in methods.names():  # a path would be loaded as code
+        raise ConfigError(f"the server asks for the method {str(name)[:60]!r}, which is not one of redgrape's own")
+    return Experiment.parse(values)
+
+
+def _tree(parts: Parts, name: str) -> Tree:
+    try:
+        return tree.from_bytes(parts[name]) if name in parts else {}
+    except (safetensors.SafetensorError, ValueError) as error:
+        raise NotUnderstood(f"'{name}' cannot be read: {error}") from error
+
+
+@contextmanager
+def _within(seconds: float) -> Iterator[None]:
+    """Give up after so many seconds: the server has gone on without this answer, and the next question waits. Only the
+    main thread can be told, and only where there are signals."""
+
+    def late(*_: object) -> None:
+        raise RedgrapeError(f"it was not finished within {seconds:g} seconds")
+
+    try:
+        before = signal.signal(signal.SIGALRM, late)
+    except (ValueError, AttributeError):
+        yield
+        return
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)

@@ -1,0 +1,156 @@
+"""`redgrape deploy run`: hand a run over to the server and follow it, or take it up again where it was left."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from redgrape import methods
+from redgrape.errors import BusyError, ConfigError, DataError, Diverged, RedgrapeError, StorageError, TooFewClients
+from redgrape.experiment import Experiment
+from redgrape.flower.folder import Deployment
+from redgrape.flower.link import Link
+from redgrape.store import RunFolder
+from redgrape.training import RunState, Step
+
+START_DEADLINE = 120.0  # seconds for the server's part to begin
+ATTEMPTS = 3  # how often the server's part may die before it is given up
+_KINDS = {kind.exit_code: kind for kind in (ConfigError, Diverged, TooFewClients, DataError, StorageError, BusyError)}
+
+
+class Died(RedgrapeError):
+    """The server's part of a run has ended without a word."""
+
+
+def check(experiment: Experiment) -> None:
+    """Raise ConfigError for what cannot be deployed."""
+    if experiment.method.name not in methods.names():
+        raise ConfigError(
+            f"'{experiment.method.name}' is a method of your own, and sites run no code that comes with an experiment; "
+            f"choose from {', '.join(methods.names())}"
+        )
+    if experiment.data.validation:
+        raise ConfigError(
+            "data.validation holds examples out at the server, which has none of the sites'; leave it out"
+        )
+
+
+class Submission:
+    def __init__(
+        self,
+        deployment: Deployment,
+        link: Link,
+        folder: RunFolder,
+        *,
+        allow_changes: bool = False,
+        simulation: bool = False,
+    ) -> None:
+        self._deployment, self._link, self._folder = deployment, link, folder
+        authenticated = not (deployment.options.plain or simulation)
+        self._settings = {
+            "run": folder.path.name,
+            "nodes": "authenticated" if authenticated else "as they say",
+            "changes": "allowed" if allow_changes else "refused",
+        }
+        self._more = ("--federation-config", _simulated(deployment)) if simulation else ()
+        self._shown = 0  # how many of the server's words were passed on
+
+    def carry_out(self, step: Callable[[Step], None], say: Callable[[str], None]) -> None:
+        """Until the run is finished. Where the server's part dies, it is started again and goes on."""
+        for attempt in range(1, ATTEMPTS + 1):
+            try:
+                self._attempt(step, say)
+                return
+            except Died as error:
+                if attempt == ATTEMPTS:
+                    raise
+                say(f"{error}; going on after round {self._folder.newest_round()}")
+
+    def _attempt(self, step: Callable[[Step], None], say: Callable[[str], None]) -> None:
+        ticket, self._shown = secrets.token_hex(8), 0
+        run = self._link.start({"ticket": ticket, **self._settings}, *self._more)
+        done = False
+        try:
+            self._await_begin(ticket, run)
+            seen = self._folder.newest_round()
+            while not done:
+                state = self._journal()
+                done = state.get("state") != "running"
+                gone = not done and not _runs(int(state["pid"]))
+                seen = self._pass_on(state, seen, step, say)
+                if gone and self._journal().get("state") == "running":
+                    done = True
+                    raise Died("the server's part of the run has ended without a word")
+                time.sleep(0.2)
+        finally:
+            if not done:  # interrupted: what nobody follows is not left running
+                self._link.stop(run)
+        if state["state"] != "finished":
+            kind = _KINDS.get(int(state.get("exit_code", 1)), RedgrapeError)
+            raise kind(str(state.get("message", "the run has failed")))
+
+    def _await_begin(self, ticket: str, run: str) -> None:
+        ends = time.monotonic() + START_DEADLINE
+        while self._journal().get("ticket") != ticket:
+            if time.monotonic() >= ends:
+                status = self._link.status(run)
+                raise RedgrapeError(
+                    f"the server's part did not begin within {START_DEADLINE:g} seconds (Flower says '{status}'); see "
+                    f"{self._deployment.server / 'superlink.log'}"
+                )
+            time.sleep(0.2)
+
+    def _pass_on(
+        self, state: dict[str, Any], seen: int, step: Callable[[Step], None], say: Callable[[str], None]
+    ) -> int:
+        said = state.get("said", [])
+        for words in said[self._shown :]:
+            say(words)
+        self._shown = len(said)
+        if int(state.get("round", 0)) > seen:
+            times = {line["round"]: line for line in self._folder.times()}
+            for record in self._folder.metrics():
+                if seen < record["round"] <= state["round"]:
+                    seconds = {name: s for name, s in times.get(record["round"], {}).items() if name != "round"}
+                    step(Step(RunState(record["round"], {}), record, seconds))
+            return int(state["round"])
+        return seen
+
+    def _journal(self) -> dict[str, Any]:
+        return journal(self._deployment)
+
+
+def journal(deployment: Deployment) -> dict[str, Any]:
+    """What the server's part of the newest run has told of itself."""
+    try:
+        state = json.loads((deployment.server / "run.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return state if isinstance(state, dict) else {}
+
+
+def is_active(deployment: Deployment) -> bool:
+    state = journal(deployment)
+    return state.get("state") == "running" and _runs(int(state["pid"]))
+
+
+def _runs(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return True
+
+
+def _simulated(deployment: Deployment) -> str:
+    return f"num-supernodes={len(deployment.options.sites)} client-resources-num-cpus=1"

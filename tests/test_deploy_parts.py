@@ -1,0 +1,378 @@
+"""The parts of a deployment by themselves: no SuperLink is started here (test_deploy.py starts one)."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import stat
+import sys
+import threading
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("flwr")
+
+from flwr.app import Message, RecordDict
+from flwr.supercore.task_identity import TaskIdentity
+
+from deployments import CLASSES, SITES, Federated, locally
+from redgrape import cli, tree
+from redgrape.errors import ConfigError, DataError, StorageError, TooFewClients
+from redgrape.experiment import Experiment
+from redgrape.flower import certificates, processes, site_data, wire
+from redgrape.flower.create import create, deployed, renew
+from redgrape.flower.deployed_run import DeployedRun
+from redgrape.flower.folder import Deployment, DeployOptions, SiteFolder
+from redgrape.flower.launch import SitesOnly
+from redgrape.flower.site import Site
+from redgrape.flower.site_states import SiteStates
+from redgrape.store import RunFolder
+
+RUN = "0123456789abcdef"
+
+
+def options(**changes: Any) -> DeployOptions:
+    values: dict[str, Any] = {
+        "sites": tuple(SITES),
+        "host": "localhost",
+        "bind": "127.0.0.1",
+        "data": {"classes": tuple(CLASSES), "shape": (6,), "input": "float"},
+    }
+    return DeployOptions.model_validate(values | changes)
+
+
+@pytest.fixture
+def federated(tmp_path: Path) -> Federated:
+    return Federated(tmp_path / "data")
+
+
+@pytest.fixture
+def deployment(tmp_path: Path, federated: Federated) -> Deployment:
+    create(tmp_path / "deployment", options(test=str(federated.folder / "test.npz"), min_count=1))
+    return Deployment(tmp_path / "deployment")
+
+
+def test_init_writes_what_each_party_needs(deployment: Deployment) -> None:
+    site = deployment.site("south")
+    assert {path.name for path in site.iterdir()} == {"site.toml", "ca.crt", "key", "key.pub", "start.sh", "README.md"}
+    for key in (site / "key", deployment.server / "server.key", deployment.server / "ca.key"):
+        assert stat.S_IMODE(key.stat().st_mode) == 0o600
+    assert SiteFolder(site).options.index == 1
+    assert certificates.public_identity(site / "key.pub") == certificates.private_identity(site / "key")
+    assert certificates.days_left(deployment.server / "server.crt") > 800
+    assert "ash, beech, cedar, date" in (site / "README.md").read_text()
+    before = (deployment.server / "server.crt").read_bytes()
+    renew(deployment)
+    assert (deployment.server / "server.crt").read_bytes() != before
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--sites", "a,a", "--host", "localhost"], "named twice"),
+        (["--sites", "a,../b", "--host", "localhost"], "no name for a site"),
+        (["--sites", "a", "--host", "10.1.1.1", "--plain"], "without TLS"),
+        (["--sites", "a", "--host", "localhost", "--tail", "5"], "none of the classes"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_init(
+    tmp_path: Path, words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.run(["deploy", "init", str(tmp_path / "d"), *words, "--classes", "3", "--shape", "4"]) == 2
+    assert said in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_without_flower_one_line_tells_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert cli.run(["deploy", "status", str(tmp_path)]) == 2
+    assert capsys.readouterr().err == "redgrape: this needs Flower; run `pip install redgrape[flower]`\n"
+
+
+def test_a_key_that_others_can_read_is_refused(deployment: Deployment) -> None:
+    key = deployment.site("north") / "key"
+    key.chmod(0o640)
+    with pytest.raises(ConfigError, match="chmod 600"):
+        certificates.check_private(key)
+
+
+def test_letters_cross_whole_or_not_at_all() -> None:
+    header, parts = {"round": 3, "words": "ä"}, {"a": b"", "b": bytes(range(256)) * 9000}
+    assert wire.unpack(wire.pack(header, parts)) == (header, parts)
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        threading.Thread(target=wire.send, args=(ours, header, parts)).start()
+        assert wire.receive(theirs) == (header, parts)
+        ours.sendall((1 << 40).to_bytes(8, "big"))
+        with pytest.raises(wire.NotUnderstood, match="bytes"):
+            wire.receive(theirs)
+    with pytest.raises(wire.NotUnderstood):
+        wire.unpack(RecordDict())
+
+
+def test_states_are_kept_by_run_and_round(tmp_path: Path) -> None:
+    states = SiteStates(tmp_path)
+    for round in (1, 2, 4, 7, 8, 9):
+        states.save(RUN, round, {"c": torch.tensor([float(round)])}, reach=3)
+    assert states.rounds(RUN) == [4, 7, 8, 9]  # the newest of those out of reach is what a resume may ask for
+    assert states.load(RUN, 4)["c"].tolist() == [4.0]
+    with pytest.raises(StorageError, match="no state of round 2"):
+        states.load(RUN, 2)
+    file = tmp_path / RUN / "round-000008"
+    data = bytearray(file.read_bytes())
+    data[40] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(StorageError, match="damaged"):
+        states.load(RUN, 8)
+    for name in ("../../etc", "", "a" * 17):
+        with pytest.raises(StorageError, match="no name of a run"):
+            states.load(name, 1)
+
+
+def test_classes_agree_by_name(tmp_path: Path) -> None:
+    x = np.zeros((6, 6), np.float32)
+    np.savez(tmp_path / "a.npz", x=x, y=[0, 0, 1, 1, 1, 0], class_names=np.array(["date", "beech"]))
+    train, test = site_data.load(tmp_path / "a.npz", tmp_path, options().data, hold_out=False)
+    assert train.labels.tolist() == [3, 3, 1, 1, 1, 3]
+    assert len(test) == 0
+    train, test = site_data.load(tmp_path / "a.npz", tmp_path, options().data, hold_out=True)
+    assert sorted(test.labels.tolist()) == [1, 3] and len(train) == 4
+
+
+@pytest.mark.parametrize(
+    ("arrays", "said"),
+    [
+        ({"class_names": np.array(["ash", "elm"])}, "'elm', which is none of those agreed on"),
+        ({"x": np.zeros((4, 5), np.float32), "class_names": np.array(CLASSES)}, r"shape \[5\], and agreed is \[6\]"),
+        ({"x": np.zeros((4, 1, 6, 6), np.uint8), "class_names": np.array(CLASSES)}, "shape"),
+        ({"x": np.full((4, 6), np.nan, np.float32), "class_names": np.array(CLASSES)}, "NaN"),
+    ],
+)
+def test_data_that_does_not_fit_is_refused(tmp_path: Path, arrays: dict[str, Any], said: str) -> None:
+    np.savez(tmp_path / "a.npz", **{"x": np.zeros((4, 6), np.float32), "y": [0, 1, 0, 1], **arrays})
+    with pytest.raises(DataError, match=said):
+        site_data.load(tmp_path / "a.npz", tmp_path, options().data, hold_out=False)
+
+
+def _question(kind: str = "train", **changes: Any) -> dict[str, Any]:
+    experiment = Experiment.parse({"net": {"name": "linear"}, "method": {"name": "fedavg"}})
+    header = {"kind": kind, "protocol": wire.PROTOCOL, "deadline": 30.0, "round": 1, "run": RUN, "reach": 3}
+    return header | {"experiment": deployed(experiment, options()).to_toml()} | changes
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"kind": "dance"}, "not known here"),
+        ({"protocol": 0}, "protocol 0"),
+        ({"experiment": "[method]\nname = '/tmp/evil.py'"}, "not one of redgrape's own"),
+        ({"experiment": "[method]\nname = 'redgrape'\nmin_count = 3"}, "fewer than 8 examples"),
+        ({"experiment": "=" * 9}, "not valid TOML"),
+        ({"state": 5}, "no state of round 5"),
+        ({"run": "../../x", "state": 5}, "no name of a run"),
+        ({"deadline": 1e-3}, "not finished within"),
+        ({}, "KeyError"),  # no model came with it
+    ],
+)
+def test_a_site_answers_an_error_in_one_line(
+    tmp_path: Path, federated: Federated, changes: dict[str, Any], said: str
+) -> None:
+    create(tmp_path / "d", options(test="somewhere"))
+    site = Site(SiteFolder(tmp_path / "d/sites/north"), federated.data("north"))
+    header, parts = site.answer(_question(**changes), {})
+    assert said in header["error"] and "\n" not in header["error"]
+    assert parts == {}
+
+
+def test_the_doctor_says_what_is_wrong(
+    deployment: Deployment, federated: Federated, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.run(["doctor", str(deployment.path)]) == 0, capsys.readouterr()
+    said = capsys.readouterr().out
+    assert "valid until" in said and "GB free" in said and "40 examples" in said
+    (deployment.server / "server.key").chmod(0o644)
+    key, authority = certificates.load_authority(deployment.server / "ca.key", deployment.server / "ca.crt")
+    expired = certificates.server_certificate(certificates.new_key(), ["localhost"], authority, key, days=-3)
+    (deployment.server / "server.crt").write_bytes(certificates.certificate_bytes(expired))
+    assert cli.run(["doctor", str(deployment.path)]) == 2
+    captured = capsys.readouterr()
+    assert "expired 3 days ago; redgrape deploy renew" in captured.out and "chmod 600" in captured.out
+    assert captured.err.startswith("redgrape: 2 of ")
+
+    site = deployment.site("north")
+    assert cli.run(["doctor", str(site), "--data", str(federated.folder / "nothing.npz")]) == 2
+    said = capsys.readouterr().out
+    assert "does not answer" in said and "there is no" in said
+    assert cli.run(["doctor", str(site), "--data", str(federated.data("north")), "--json"]) == 2  # no server yet
+    assert "45 training and 0 test examples of 3 classes" in capsys.readouterr().out
+
+
+class _Node(SimpleNamespace):
+    node_id: int
+    public_key: bytes
+    last_activated_at: str
+
+
+class FakeGrid:
+    """Sites in this process. For what is slow to try for real; it stands for nothing that test_deploy.py promises."""
+
+    def __init__(self, deployment: Deployment, sites: Iterable[Site]) -> None:
+        TaskIdentity.run_id = TaskIdentity.node_id = TaskIdentity.task_id = 1  # of the process that Flower starts
+        self.sites = {100 + site.index: site for site in sites}
+        self.keys = {
+            100 + k: certificates.public_identity(deployment.site(name) / "key.pub") for k, name in enumerate(SITES)
+        }
+        self.silent: set[int] = set()
+        self.kinds: list[tuple[int, str]] = []
+        self._answers: dict[str, Any] = {}
+
+    def get_nodes(self) -> list[_Node]:
+        return [_Node(node_id=i, public_key=self.keys[i], last_activated_at="now") for i in self.sites]
+
+    def push_messages(self, messages: list[Any]) -> list[str]:
+        numbers = []
+        for message in messages:
+            node, number = message.metadata.dst_node_id, f"m{len(self.kinds)}"
+            header, parts = wire.unpack(message.content)
+            self.kinds.append((node, header["kind"]))
+            if node not in self.silent or header["kind"] == "join":
+                message.metadata.__dict__["_message_id"] = number
+                answer = Message(wire.pack(*self.sites[node].answer(header, parts)), reply_to=message)
+                self._answers[number] = answer
+            numbers.append(number)
+        return numbers
+
+    def pull_messages(self, numbers: list[str]) -> list[Any]:
+        return [self._answers.pop(number) for number in numbers if number in self._answers]
+
+
+def _run(deployment: Deployment, grid: FakeGrid, name: str, **changes: Any) -> tuple[RunFolder, list[str]]:
+    values = {"seed": 5, "rounds": 3, "net": {"name": "mlp"}, "method": {"name": "scaffold", "batch_size": 8}} | changes
+    experiment = deployed(Experiment.parse(values), deployment.options)
+    path, said = deployment.path / "runs" / name, []
+    folder = RunFolder.open(path) if path.exists() else RunFolder.create(path, experiment)
+    run = DeployedRun(folder, deployment, grid, said.append, authenticated=True)  # type: ignore[arg-type]
+    for _ in run.steps():
+        pass
+    return folder, said
+
+
+@pytest.fixture
+def sites(deployment: Deployment, federated: Federated) -> list[Site]:
+    return [Site(SiteFolder(deployment.site(name)), federated.data(name)) for name in SITES]
+
+
+@pytest.mark.parametrize("method", ["scaffold", "redgrape", "logit_adjustment", "sums"])
+def test_the_engine_gives_the_bits_of_the_local_one(
+    deployment: Deployment, sites: list[Site], federated: Federated, method: str
+) -> None:
+    """With client state, with prototypes, with a survey, with messages of their own."""
+    chosen = {"name": method, "batch_size": 8}
+    if method == "logit_adjustment":
+        chosen |= {"prior": "global"}
+    if method == "sums":
+        chosen |= {"name": "redgrape", "prototype_message": "sum"}
+    folder, _ = _run(deployment, FakeGrid(deployment, sites), "a", method=chosen)
+    state, _ = folder.latest()
+    assert state is not None
+    assert tree.equal(state.server, locally(folder.experiment(), federated))
+    assert not (folder.path / "partition.safetensors").exists()
+    text = (folder.path / "environment.json").read_text() + (folder.path / "metrics.jsonl").read_text()
+    assert '"client_counts": null' in text
+
+
+def test_a_silent_site_is_left_out_at_the_deadline(deployment: Deployment, sites: list[Site]) -> None:
+    toml = (deployment.path / "deploy.toml").read_text()
+    (deployment.path / "deploy.toml").write_text(toml.replace("round = 3600.0", "round = 0.5"))
+    deployment = Deployment(deployment.path)
+    grid = FakeGrid(deployment, sites)
+    grid.silent = {101}
+    folder, said = _run(deployment, grid, "a")
+    assert [record["answered"] for record in folder.metrics()] == [[0, 2]] * 3
+    assert any("site 'south' was not there" in words for words in said)
+
+
+def test_the_key_decides_who_a_site_is(deployment: Deployment, sites: list[Site]) -> None:
+    grid = FakeGrid(deployment, sites)
+    grid.keys[100], grid.keys[102] = grid.keys[102], grid.keys[100]
+    toml = (deployment.path / "deploy.toml").read_text()
+    (deployment.path / "deploy.toml").write_text(toml.replace("join = 300.0", "join = 0.5"))
+    folder, said = _run(Deployment(deployment.path), grid, "a")
+    assert [record["answered"] for record in folder.metrics()] == [[1]] * 3
+    assert any("it says that it is site 'north', and its key is that of 'west'" in words for words in said)
+    assert {kind for node, kind in grid.kinds if node != 101} == {"join"}, "nothing of the model was sent to them"
+
+
+def test_too_few_sites_stop_the_run_with_its_state_intact(deployment: Deployment, sites: list[Site]) -> None:
+    toml = (deployment.path / "deploy.toml").read_text()
+    (deployment.path / "deploy.toml").write_text(toml.replace("join = 300.0", "join = 0.5"))
+    deployment = Deployment(deployment.path)
+    grid = FakeGrid(deployment, sites[:2])
+    with pytest.raises(TooFewClients, match="2 of 3"):
+        _run(deployment, grid, "a", min_answers=3)
+    whole = FakeGrid(deployment, sites)
+    folder, _ = _run(deployment, whole, "a", min_answers=3)
+    assert len(folder.metrics()) == 3
+
+
+def test_other_machines_reach_only_what_is_for_sites() -> None:
+    reached, sent = [], []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        reached.append(scope["path"])
+
+    async def send(event: Any) -> None:
+        sent.append(event)
+
+    def ask(path: str, client: str) -> None:
+        scope = {"type": "http", "path": path, "client": (client, 5), "server": ("10.0.0.1", 8443)}
+        coroutine = SitesOnly(app)(scope, None, send)
+        with pytest.raises(StopIteration):
+            coroutine.send(None)
+
+    ask("/v1/control/start-run", "10.0.0.9")
+    ask("/v1/runtime/acquire-task", "10.0.0.9")
+    assert reached == [] and [event["status"] for event in sent if "status" in event] == [403, 403]
+    ask("/v1/fleet/pull-messages", "10.0.0.9")
+    ask("/v1/control/start-run", "10.0.0.1")
+    assert reached == ["/v1/fleet/pull-messages", "/v1/control/start-run"]
+
+
+def still_runs(pid: int) -> bool:
+    """Whether it still runs; one that waits to be noticed by its parent does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="processes are followed by /proc")
+def test_what_a_process_leaves_behind_is_ended_too(tmp_path: Path) -> None:
+    """A child in a session of its own, which a kill of the group does not reach."""
+    inner = "import time; time.sleep(600)"
+    outer = f"""
+import os, subprocess, sys, time
+child = subprocess.Popen([sys.executable, '-c', {inner!r}], start_new_session=True)
+print(child.pid, flush=True)
+time.sleep(600)
+"""
+    owned = processes.Owned([sys.executable, "-c", outer], dict(os.environ), tmp_path / "log")
+    ends = time.monotonic() + 60
+    while not (tmp_path / "log").read_text().strip():
+        assert time.monotonic() < ends
+        time.sleep(0.05)
+    child = int((tmp_path / "log").read_text())
+    os.kill(owned.process.pid, signal.SIGKILL)
+    owned.process.wait(timeout=30)
+    owned.stop()
+    assert not still_runs(child)
