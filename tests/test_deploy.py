@@ -11,6 +11,8 @@ pytest.importorskip("flwr")
 from deployments import SITES, Federated, Local, still_there
 from redgrape import tree
 
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
 QUICK = ["-c", "net.name='mlp'", "-c", "method.lr=0.1", "-c", "method.batch_size=8", "-c", "seed=5"]
 
 
