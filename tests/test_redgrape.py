@@ -451,7 +451,7 @@ MANY = [[9, 3, 1, 0], [0, 8, 4, 0], [2, 0, 9, 1]]
 
 def test_without_lambda_a_copy_of_W_stays_a_copy() -> None:
     """They get the same gradient, momentum and average: bit for bit, in float32."""
-    method = RedGrape(lam=0.0, extra_init="copy", lr=0.1, batch_size=4)
+    method = RedGrape(lam=0.0, extra_init="copy", lr=0.01, batch_size=4)
     build = functools.partial(nets.build, "cnn", IMAGE, C, seed=0)
     server = trained(method, build, [examples(counts, IMAGE, seed=k) for k, counts in enumerate(MANY)]).server
     assert tree.equal(W_of(server), server["W_hat"])
