@@ -50,14 +50,19 @@ def run(options: argparse.Namespace) -> tuple[int, list[dict[str, Any]]]:
 
 
 def counted(path: Path) -> list[dict[str, Any]]:
-    """Of every fault the largest number of tries, in the order in which faults were first tried."""
-    best: dict[str, dict[str, Any]] = {}
+    """Of every fault the largest number of tries, summed over its parts, in the order in which they were tried."""
+    best: dict[tuple[str, str], dict[str, Any]] = {}
     for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
         entry = json.loads(line)
-        before = best.setdefault(entry["fault"], entry)
-        if entry["tries"] > before["tries"]:
-            best[entry["fault"]] = entry
-    return list(best.values())
+        key = entry["fault"], entry.get("part", "")
+        if entry["tries"] >= best.setdefault(key, entry)["tries"]:
+            best[key] = entry
+    faults: dict[str, dict[str, Any]] = {}
+    for (fault, _), entry in best.items():
+        before = faults.get(fault, {"tries": 0, "survived": 0})
+        summed = {name: before[name] + entry[name] for name in ("tries", "survived")}
+        faults[fault] = {**entry, **summed}
+    return list(faults.values())
 
 
 def table(entries: list[dict[str, Any]]) -> str:

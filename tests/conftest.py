@@ -100,11 +100,13 @@ def tiny(vectors: Path, remembering: Path) -> Callable[..., dict[str, Any]]:
 
 @pytest.fixture
 def tally() -> Callable[..., None]:
-    """Tells `scripts/faults` what was tried, in the file that REDGRAPE_FAULTS names, a JSON line each."""
+    """Tells `scripts/faults` what was tried, in the file that REDGRAPE_FAULTS names, a JSON line each. Parts of a fault
+    add up."""
 
-    def write(fault: str, tries: int, survived: int, note: str = "") -> None:
+    def write(fault: str, tries: int, survived: int, note: str = "", part: str = "") -> None:
         if path := os.environ.get("REDGRAPE_FAULTS"):
+            entry = {"fault": fault, "part": part, "tries": tries, "survived": survived, "note": note}
             with Path(path).open("a", encoding="utf-8") as file:
-                file.write(json.dumps({"fault": fault, "tries": tries, "survived": survived, "note": note}) + "\n")
+                file.write(json.dumps(entry) + "\n")
 
     return write

@@ -482,7 +482,7 @@ print(json.dumps(result), file=real)
 """
 
 
-def test_a_crash_at_any_step_of_writing_is_survived(tmp_path: Path, tiny: Values) -> None:
+def test_a_crash_at_any_step_of_writing_is_survived(tmp_path: Path, tiny: Values, tally: Callable[..., None]) -> None:
     """The process ends at once at every write, fsync, rename and removal of a run of three rounds, and now and then
     again at the first rename of its recovery. What the user would call then ends in the same bits and leaves nothing
     over."""
@@ -504,6 +504,7 @@ def test_a_crash_at_any_step_of_writing_is_survived(tmp_path: Path, tiny: Values
         assert codes[-1] == 0, name
         assert files(tmp_path / name) == straight, name
         assert not leftovers(tmp_path / name), name
+    tally("the process ends at a write, fsync, rename or removal: each of them", len(crashes), len(crashes))
 
 
 def test_what_a_crash_left_is_swept(tmp_path: Path, tiny: Values) -> None:

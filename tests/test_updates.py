@@ -247,7 +247,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("name", "options"), CASES, ids=[" ".join([name, *options]) for name, options in CASES])
-def test_bad_updates_change_nothing(name: str, options: dict[str, Any]) -> None:
+def test_bad_updates_change_nothing(name: str, options: dict[str, Any], tally: Callable[..., None]) -> None:
     """Three bad clients in every round; the round must be that of client 0 alone, and they must keep their states."""
     method = small(name, **options)
     start, answers = first_round(method)
@@ -272,6 +272,12 @@ def test_bad_updates_change_nothing(name: str, options: dict[str, Any]) -> None:
         assert tree.equal(state.server, alone.server)
         assert stored(state) == stored(alone)
     assert len(tried) >= 12
+    tally(
+        "bad updates of clients: rejected, the round as without them",
+        tried.total(),
+        tried.total(),
+        part=f"{name} {options}",
+    )
 
 
 def stored(state: RunState) -> dict[int, bytes]:
