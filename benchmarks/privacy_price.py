@@ -154,7 +154,7 @@ def draw(results: Mapping[str, Sequence[Mapping[str, float]]], title: str, path:
         axes.grid(axis="y", color="#dddddd", linewidth=0.8)
         axes.set_axisbelow(True)
         axes.set_ylim(0, 100)
-        axes.legend(fontsize=8, frameon=False, loc="lower left")
+        axes.legend(fontsize=8, frameon=False, loc="upper left", bbox_to_anchor=(0, 0.9))
     figure.suptitle(title, x=0.01, ha="left", fontsize=11)
     figure.tight_layout()
     path.parent.mkdir(parents=True, exist_ok=True)
