@@ -124,7 +124,7 @@ def draw(results: Mapping[str, Sequence[Mapping[str, float]]], title: str, path:
         axes.errorbar(x, means, yerr=spread, capsize=3, marker="o", markersize=5, **style)
 
     plt.rcParams.update({"font.size": 10, "axes.spines.top": False, "axes.spines.right": False})
-    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.4), sharey=True)
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 5), sharey=True)
     blue, red, grey = "#1f5fa8", "#b3263a", "#777777"
     for clients, style in ((1, "-"), (3, "--")):
         names = [floors(n, clients) for n in COUNTS]
@@ -134,11 +134,12 @@ def draw(results: Mapping[str, Sequence[Mapping[str, float]]], title: str, path:
     for name, style in (("no prototypes", ":"), ("fedavg", "-.")):
         level = statistics.fmean(s["tail"] for s in results[name])
         label = "RedGrape without prototypes" if name == "no prototypes" else "FedAvg"
-        left.axhline(level, color=grey, linestyle=style, linewidth=1.2, label=f"tail, {label}")
+        for axes in (left, right):
+            axes.axhline(level, color=grey, linestyle=style, linewidth=1.2, label=f"tail, {label}")
     left.set_xticks(range(len(COUNTS)), [str(n) for n in COUNTS])
     left.set_xlabel("min_count: a client reports a class from so many examples on")
     left.set_ylabel("test accuracy, last ten rounds (%)")
-    left.set_title("floors", loc="left")
+    left.set_title(f"floors, seeds: {len(results['fedavg'])}", loc="left")
     places = range(len(NOISES))
     for what, style in (("prototypes", "-"), ("both", "--")):
         names = [noisy(what, z) for z in NOISES]
@@ -146,19 +147,19 @@ def draw(results: Mapping[str, Sequence[Mapping[str, float]]], title: str, path:
         line(right, places, names, "head", color=blue, linestyle=style, label=f"head, noise on {also}")
         line(right, places, names, "tail", color=red, linestyle=style, label=f"tail, noise on {also}")
     spent = [results[noisy("both", z)][0]["epsilon"] for z in NOISES]
-    marks = [f"{z:g}\n{'∞' if math.isinf(e) else f'{e:.2g}'}" for z, e in zip(NOISES, spent, strict=True)]
+    marks = [f"{z:g}\n{'∞' if math.isinf(e) else f'{e:,.0f}'}" for z, e in zip(NOISES, spent, strict=True)]
     right.set_xticks(places, marks)
     right.set_xlabel("noise multiplier, and epsilon with noise on both (delta = 1e-5)")
-    right.set_title("clipping and noise", loc="left")
+    right.set_title(f"clipping and noise, seeds: {len(results[noisy('both', 0)])}", loc="left")
     for axes in (left, right):
         axes.grid(axis="y", color="#dddddd", linewidth=0.8)
         axes.set_axisbelow(True)
         axes.set_ylim(0, 100)
-        axes.legend(fontsize=8, frameon=False, loc="upper left", bbox_to_anchor=(0, 0.9))
+        axes.legend(fontsize=8, frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.22), ncols=2)
     figure.suptitle(title, x=0.01, ha="left", fontsize=11)
     figure.tight_layout()
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=130)
+    figure.savefig(path, dpi=130, bbox_inches="tight")
 
 
 def main() -> None:
