@@ -441,6 +441,24 @@ def test_class_gradients_that_were_turned_round_are_rejected(name: str, options:
     assert "no gradient of a cross-entropy" in state.record["rejected"]["1"]
 
 
+@pytest.mark.parametrize("exponent", [40, 200, 2000, 32767])
+@pytest.mark.parametrize("table", ["weight", "bias"])
+def test_exponents_of_half_precision_beyond_all_measure_are_rejected(table: str, exponent: int) -> None:
+    """Also those whose numbers no float can hold, and those of a row of zeros."""
+    method = small("redgrape", prototype_precision="half")
+    start, answers = first_round(method)
+    honest = dict(answers)
+    alone = after(method, [(0, honest[0])], start)
+    sent = honest[1].update["prototypes"]
+    high = {"half": sent[table]["half"], "exponent": torch.full_like(sent[table]["exponent"], exponent)}
+    zero = {**high, "half": torch.zeros_like(high["half"])} if exponent > 1100 else high
+    for packed in (high, zero):
+        update = {**honest[1].update, "prototypes": {**sent, table: packed}}
+        state = after(method, [(0, honest[0]), (1, honest[1]._replace(update=update))], start)
+        assert "'prototypes' has the length" in state.record["rejected"]["1"]
+        assert tree.equal(state.server, alone.server)
+
+
 @pytest.mark.parametrize("factor", [1e7, 1e20, 1e36])
 def test_an_update_beyond_all_measure_is_rejected(factor: float) -> None:
     method = small("scaffold")

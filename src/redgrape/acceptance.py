@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from redgrape import tree
+from redgrape import half_precision, tree
 from redgrape.tree import Tensors, Tree
 
 MOST_EXAMPLES = 10**9  # that a client may claim where it has not declared how many it holds
@@ -96,14 +96,18 @@ def check_length(update: Tree, model: Tensors) -> None:
     length that means anything."""
     own = max(1.0, _length(model))
     for group, value in update.items():
-        if group != "buffers" and (length := _length(tree.flatten({group: value}))) > LONGEST * own:
-            raise TooLong(f"'{group}' has the length {length:.3g}, over {LONGEST:g} times that of the model, {own:.3g}")
+        if group != "buffers" and (found := _length({group: value})) > LONGEST * own:
+            raise TooLong(f"'{group}' has the length {found:.3g}, over {LONGEST:g} times that of the model, {own:.3g}")
 
 
-def _length(flat: Tensors) -> float:
-    """Numbers in half precision have their exponents apart, and no length without them."""
-    numbers = [t for t in flat.values() if t.is_floating_point() and t.dtype != torch.float16]
-    return math.hypot(*(float(torch.linalg.vector_norm(t)) for t in numbers))
+def _length(group: Tree) -> float:
+    lengths = []
+    for value in group.values():
+        if isinstance(value, Mapping):
+            lengths.append(half_precision.length(value) if value.keys() == {"half", "exponent"} else _length(value))
+        elif value.is_floating_point():
+            lengths.append(float(torch.linalg.vector_norm(value)))
+    return math.hypot(*lengths)
 
 
 def named_tensors(update: Any) -> Tensors:

@@ -19,6 +19,7 @@ from torch import Tensor
 from redgrape.tree import Tensors
 
 _TOP = 15  # the largest number of a class comes to lie below 2^15, half of float16's range
+_MOST = 1000  # no number of float64 needs more
 _LEAST = -100  # exponents below it (numbers below 1e-30) would need a factor beyond float32's range
 
 
@@ -45,6 +46,14 @@ def unpack(
     exponent: Sequence[int] = _part(table["exponent"], classes, None).tolist()
     scale = torch.tensor([math.ldexp(1.0, e) for e in exponent], dtype=dtype, device=numbers.device)
     return numbers.mul_(scale.reshape(-1, *[1] * (numbers.dim() - 1)))
+
+
+def length(packed: Mapping[str, Tensor]) -> float:
+    """The norm of all numbers together, infinite where a stranger's exponent lies beyond float64, also of zeros."""
+    if (packed["exponent"] > _MOST).any():
+        return math.inf
+    rows = torch.linalg.vector_norm(packed["half"].double().flatten(1), dim=1)
+    return float(torch.linalg.vector_norm(torch.ldexp(rows, packed["exponent"])))
 
 
 def round_(table: Tensor) -> Tensor:
