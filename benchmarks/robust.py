@@ -64,6 +64,7 @@ ATTACKS: dict[str, Callable[[Tensors], Tensors]] = {
     "NaN": not_a_number,
     "prototypes turned": scaled(-1, "prototypes"),
     "prototypes turned x100": scaled(-100, "prototypes"),
+    "weights of prototypes turned": scaled(-1, "prototypes/weight"),  # which no check of an update sees
 }
 
 

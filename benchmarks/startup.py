@@ -69,12 +69,12 @@ def steps_of_a_run() -> dict[str, float]:
         return value
 
     def imports() -> None:
-        import torch  # noqa: F401
+        import torch  # noqa: F401  # it is the import that is timed
 
     timed("import torch", imports)
 
     def own_imports() -> None:
-        import redgrape.runs  # noqa: F401
+        import redgrape.runs  # noqa: F401  # the same
 
     timed("import redgrape's own modules", own_imports)
     from redgrape.data.prepare import prepare

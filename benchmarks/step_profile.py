@@ -51,7 +51,8 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     keep_freed_memory()
-    net = nets.build(options.net, tuple(options.shape), 10, 0).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    net = nets.build(options.net, tuple(options.shape), 10, 0)
+    net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # torch's stubs lack it
     x = torch.rand(options.batch_size, *options.shape).contiguous(memory_format=torch.channels_last)
     y = torch.randint(0, 10, (options.batch_size,))
     optimizer = Sgd(list(net.parameters()), 0.01, 0.9)

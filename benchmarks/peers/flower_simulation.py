@@ -34,7 +34,7 @@ def client_app(task: Task) -> ClientApp:
 class TimedFedAvg(FedAvg):
     clock: Clock
 
-    def aggregate_train(self, server_round, replies):  # type: ignore[no-untyped-def]
+    def aggregate_train(self, server_round, replies):  # type: ignore[no-untyped-def]  # Flower is not installed where types are checked
         replies = list(replies)
         failed = [reply.error.reason for reply in replies if reply.has_error()]
         if failed:
