@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 CLASS_SIZES = [24, 16, 10, 6]
 
@@ -49,6 +50,12 @@ class Remembering(FedAvg):
             "inner": {"loss": loss, "deep": state["inner"]["deep"]},
         }
 '''
+
+
+@pytest.fixture(autouse=True)
+def same_random_numbers_every_time() -> None:
+    """A net that a test builds without a seed is the same in every run, whatever ran before it."""
+    torch.manual_seed(0)
 
 
 @pytest.fixture(scope="session")
