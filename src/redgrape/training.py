@@ -20,7 +20,7 @@ from redgrape.acceptance import Declared, NotFinite, UpdateRejected, check_lengt
 from redgrape.aggregation import Averaging
 from redgrape.data.federation import Federation
 from redgrape.engines import Answer, ClientHalf, Engine, Lost, Task
-from redgrape.errors import ConfigError, DataError, Diverged, TooFewClients
+from redgrape.errors import ConfigError, DataError, Diverged, RedgrapeError, TooFewClients
 from redgrape.features import batchnorms
 from redgrape.method import ClientId, Method, ServerSite
 from redgrape.nets.net import Net
@@ -170,6 +170,8 @@ class _Answers:
             try:
                 self._check(client, answer.update)
             except UpdateRejected as reason:
+                if answer.of_sum:
+                    raise sum_refused(self._round, reason) from reason
                 self._refuse(client, reason)
             else:
                 self._updates[client] = self._shelf.put(answer.update)
@@ -207,6 +209,12 @@ class _Answers:
             f"{len(self._updates)} of {len(self._asked)} clients gave an answer that counts in round {self._round}, "
             f"and {fewest} are needed{first}"
         )
+
+
+def sum_refused(round: int, reason: UpdateRejected) -> RedgrapeError:
+    """For a sum over the clients that must not count. Who is to blame cannot be told."""
+    words = f"the sum over the clients of round {round} is not taken: {reason}; nothing of it was applied"
+    return Diverged(f"DIVERGED: {words}; {_ADVICE}") if isinstance(reason, NotFinite) else TooFewClients(words)
 
 
 class _Tasks(Mapping[ClientId, Task]):
