@@ -33,13 +33,15 @@ class Task(NamedTuple):
 
 class Answer(NamedTuple):
     """What one client's round gives: its update for the server, and its new state, which stays with the client; and
-    which round that was, so that an answer that comes late is not taken for another's. `of_sum`: the update stands in
-    for the client's share of a sum, which counts as a whole or not at all."""
+    which round that was, so that an answer that comes late is not taken for another's."""
 
     update: Tree
     state: Tree
     round: int
-    of_sum: bool = False
+
+
+class ShareOfSum(Answer):
+    """An answer whose update stands in for a client's share of a sum, which counts as a whole or not at all."""
 
 
 class Lost(NamedTuple):

@@ -20,7 +20,7 @@ import torch
 
 from redgrape import evaluate, tree
 from redgrape.acceptance import MOST_EXAMPLES, Declared, UpdateRejected, named_tensors
-from redgrape.engines import Answer, ClientHalf, Lost, Split, Task
+from redgrape.engines import Answer, ClientHalf, Lost, ShareOfSum, Split, Task
 from redgrape.errors import TooFewClients
 from redgrape.evaluate import Scores
 from redgrape.experiment import Experiment
@@ -119,15 +119,16 @@ class FlowerEngine:
         for k, why in summed.lost.items():
             yield k, Lost(why)
         for k, header in summed.answered.items():
-            yield k, Answer(updates[k], _state(header, round), round, of_sum=True)
+            yield k, ShareOfSum(updates[k], _state(header, round), round)
 
     def _sum(
         self, of: str, questions: Mapping[ClientId, tuple[Header, Parts]], seconds: float, fewest: int
     ) -> Summed:
-        """The secure sum of what sites answer to these questions."""
-        from redgrape.flower.secure_sum import secure_sum
+        """The secure sum of what sites answer to these questions. As long as too few are there to begin, they are
+        waited for, as a run without secure sums would wait for them."""
+        from redgrape.flower.secure_sum import NotBegun, secure_sum
 
-        name = secrets.token_hex(8)
+        ends = time.monotonic() + self._options.deadlines.join
 
         def ask(stage: str, letters: Letters) -> Iterator[tuple[ClientId, Reply | Lost]]:
             asked = {}
@@ -139,7 +140,14 @@ class FlowerEngine:
             within = seconds if long else self._options.deadlines.evaluate
             return self._ask("sum", asked, within, self._at_once if first else 1)
 
-        return secure_sum(list(questions), ask, fewest)
+        while True:
+            name = secrets.token_hex(8)
+            try:
+                return secure_sum(list(questions), ask, fewest)
+            except NotBegun:
+                if time.monotonic() >= ends:
+                    raise
+                time.sleep(NODES)
 
     def requests(self, clients: Sequence[ClientId], round: int) -> Iterator[tuple[ClientId, Tree]]:
         questions: dict[ClientId, Any] = {k: ({"round": round}, {}) for k in clients}

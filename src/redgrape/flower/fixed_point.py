@@ -42,7 +42,7 @@ def encode(values: Tree, sites: int) -> tuple[Layout, Numbers]:
     for name, t in tree.flatten(values).items():
         is_real = t.is_floating_point()
         scaled = torch.round(t.double() * 2**FRACTION) if is_real else t.long()
-        if not bool((scaled.abs() < most).all()):  # also where it is not finite
+        if not bool(((scaled > -most) & (scaled < most)).all()):  # also where it is not finite
             limit = most / 2**FRACTION if is_real else most
             raise Diverged(f"'{name}' has a number that is not finite or not below {limit:.3g}, the range of the sum")
         layout.append((name, "real" if is_real else "whole", list(t.shape)))

@@ -159,6 +159,10 @@ class SumFailed(Exception):
         self.lost = dict(lost)
 
 
+class NotBegun(SumFailed):
+    """Too few sites were there to begin: nobody has computed anything, and it can be tried again."""
+
+
 @dataclass(frozen=True)
 class _Masked:
     header: Header
@@ -179,7 +183,7 @@ class _Sum:
 
     def over(self, sites: Sequence[ClientId]) -> Summed:
         keys = self._stage("keys", {k: ({}, {}) for k in sites}, _read_keys)
-        self._must_be(len(keys), max(FEWEST_IN_SUM, self._fewest), "gave their keys")
+        self._must_be(len(keys), max(FEWEST_IN_SUM, self._fewest), "gave their keys", NotBegun)
         least = max(threshold(len(keys)), self._fewest)
         public = {f"key/{k}": key for k, (key, _) in keys.items()}
         public |= {f"box key/{k}": key for k, (_, key) in keys.items()}
@@ -221,9 +225,9 @@ class _Sum:
                 self._lost[k] = f"its answer '{stage}' in a secure sum cannot be read: {str(error)[:200]}"
         return dict(sorted(found.items()))
 
-    def _must_be(self, number: int, least: int, what: str) -> None:
+    def _must_be(self, number: int, least: int, what: str, kind: type[SumFailed] = SumFailed) -> None:
         if number < least:
-            raise SumFailed(f"{number} sites {what}, and {least} are needed", self._lost)
+            raise kind(f"{number} sites {what}, and {least} are needed", self._lost)
 
     def _with_one_layout(self, masked: dict[ClientId, _Masked]) -> dict[ClientId, _Masked]:
         """Those whose tensors have the names and shapes that most have."""

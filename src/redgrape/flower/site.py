@@ -162,13 +162,11 @@ class Site:
         kind = str(header.get("of"))
         if kind not in ("train", "evaluate", "survey"):
             raise ConfigError(f"the server asks for a sum of {kind[:40]!r}, which is not known here")
-        more, trees = self._question(kind)(header, parts)
-        if kind != "train":
-            return more, next(iter(trees.values()))
         method = self._half(header).method
         if reason := method.why_not_summed():
             raise ConfigError(f"the server's method cannot be summed: {reason}")
-        return more, method.summand(trees["update"])
+        more, trees = self._question(kind)(header, parts)
+        return more, method.summand(trees["update"]) if kind == "train" else next(iter(trees.values()))
 
     def _half(self, header: Header) -> ClientHalf:
         """The client half of the method that the server's experiment names."""
