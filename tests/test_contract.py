@@ -366,7 +366,9 @@ class SumsOnlyWhatItHolds(RedGrape):
     summable: ClassVar[bool] = True
 
     def summand(self, update):
-        return FedAvg.summand(self, {n: g for n, g in update.items() if n != "prototypes"}) | {"sent": update["prototypes"]}
+        return FedAvg.summand(self, {n: g for n, g in update.items() if n != "prototypes"}) | {
+            "sent": update["prototypes"]
+        }
 
 
 class GivesNoReason(FedAvg):

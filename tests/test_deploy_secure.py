@@ -29,7 +29,7 @@ SMALL = ["-c", "net.name='mlp'", "-c", "method.lr=0.1", "-c", "method.batch_size
 OPEN = {"redgrape": ["-c", "method.preset='paper'", "-c", "method.min_count=1"]}
 
 # The server's part of the Flower app, which also writes down every answer that it receives from a site.
-RECORDER = '''
+RECORDER = """
 import json
 from pathlib import Path
 
@@ -55,7 +55,7 @@ def recorded(self, *words):
 
 engine.FlowerEngine._exchange = recorded
 app = server_app.app
-'''
+"""
 
 
 class Received(NamedTuple):

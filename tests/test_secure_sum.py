@@ -141,8 +141,15 @@ def test_what_the_server_receives_of_a_site_is_masked() -> None:
         for k, value in enumerate(party.values):
             value["x"] = torch.linspace(-3, 3, size) * (k + 1)
         assert party.is_right(party.sum())
-        for k, _, reply in party.seen:
-            assert reply.parts.keys() <= {"key", "box key", *(f"share/{j}" for j in range(sites)), "weight", "high", "low"}
+        for _, _, reply in party.seen:
+            assert reply.parts.keys() <= {
+                "key",
+                "box key",
+                *(f"share/{j}" for j in range(sites)),
+                "weight",
+                "high",
+                "low",
+            }
         received.append([_masked(party, k) for k in range(sites)])
     true = [fixed_point.encode(value, sites)[1].astype(float) for value in party.values]
     for k in range(sites):
@@ -226,7 +233,15 @@ def _upto(stage: str, sites: int = 3) -> tuple[list[Member], dict[str, bytes], d
 
 @pytest.mark.parametrize(
     ("arrived", "lost"),
-    [([0, 1, 2], [1]), ([0, 1], [1, 2]), ([1, 2], [0]), ([0], [1, 2]), ([0, 1], []), ([0, 1, 2, 7], []), ([0, 0, 1, 2], [])],
+    [
+        ([0, 1, 2], [1]),
+        ([0, 1], [1, 2]),
+        ([1, 2], [0]),
+        ([0], [1, 2]),
+        ([0, 1], []),
+        ([0, 1, 2, 7], []),
+        ([0, 0, 1, 2], []),
+    ],
 )
 def test_a_site_unmasks_each_other_in_one_way_or_not_at_all(arrived: list[int], lost: list[int]) -> None:
     """Never with both secrets of a site, nor for a minority, nor where it is itself called lost."""
@@ -281,9 +296,7 @@ METHODS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_the_engine_gives_the_local_one_s_numbers_to_the_bound(
-    tmp_path: Path, federated: Federated, name: str
-) -> None:
+def test_the_engine_gives_the_local_one_s_numbers_to_the_bound(tmp_path: Path, federated: Federated, name: str) -> None:
     """With prototypes, with client state, with a survey; beside it the class contributors of every round."""
     deployment, sites = _deployed(tmp_path, federated)
     grid = FakeGrid(deployment, sites)

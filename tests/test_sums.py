@@ -203,7 +203,10 @@ def test_numbers_come_back_within_the_bound() -> None:
     for sites in (3, 10, 100):
         values = [
             {
-                "x": {"small": 1e-3 * torch.randn(500, generator=stream), "large": 1e6 * torch.randn(9, generator=stream)},
+                "x": {
+                    "small": 1e-3 * torch.randn(500, generator=stream),
+                    "large": 1e6 * torch.randn(9, generator=stream),
+                },
                 "n": torch.randint(-(10**12), 10**12, (3, 2), generator=stream),
                 "one": torch.tensor(k),
             }
@@ -237,17 +240,24 @@ def test_nothing_is_cut_off_silently(value: torch.Tensor, words: str) -> None:
         fixed_point.encode({"a": {"x": value}}, 3)
 
 
-@pytest.mark.parametrize("layout", [None, 3, [["a", "real"]], [["a", "odd", [1]]], [["a", "real", [-1]]], [["a", "real", ["x"]]]])
+LAYOUTS: list[Any] = [
+    None,
+    3,
+    [["a", "real"]],
+    [["a", "odd", [1]]],
+    [["a", "real", [-1]]],
+    [["a", "real", ["x"]]],
+    [["a", "real", [1]], ["a", "real", [1]]],
+    [["a", "real", [1]], ["a/b", "real", [1]]],
+    [["a//b", "real", [1]]],
+    [["/".join("a" * 9999), "real", [1]]],
+]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_layout_that_is_none_is_refused(layout: Any) -> None:
     with pytest.raises(ValueError, match="layout"):
         fixed_point.checked_layout(layout)
-
-
-@pytest.mark.parametrize("names", [["a", "a/b"], ["a//b"], [""]])
-def test_names_that_make_no_tree_are_refused(names: list[str]) -> None:
-    layout = [(name, "real", [1]) for name in names]
-    with pytest.raises(UpdateRejected):
-        fixed_point.decode(layout, np.zeros(len(names), np.int64))
 
 
 def test_what_a_client_adds_is_its_weighted_update() -> None:

@@ -193,8 +193,8 @@ def _privacy(method: Method, *, summed: bool) -> str:
         "and can reveal something of them, and so can the weights in this folder."
     )
     sums = (
-        "This model was trained with secure aggregation: what a client sent reached the server masked, so that it could "
-        "read the sum over a round's clients and no client's own part of it."
+        "This model was trained with secure aggregation: what a client sent reached the server masked, so that it "
+        "could read the sum over a round's clients and no client's own part of it."
     )
     return "\n\n".join(words for words in (general, method.privacy(), sums if summed else "") if words)
 

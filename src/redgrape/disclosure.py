@@ -149,40 +149,40 @@ def _seen_by_clients(method: ClassReports, rounds: Sequence[_Round]) -> dict[str
 def in_words(facts: Mapping[str, Any]) -> dict[str, list[str]]:
     """The same for people: a few sentences for each party."""
     reports = facts["class_reports"]
-    server = _sum_words(facts) if facts["secure_aggregation"] else [
+    clients = ["the model of every round that they took part in, and so the sum of what the others changed"]
+    server = [
         f"{facts['answers']} updates of the model, each with its client's number of examples and training loss; the "
         "classifier's part of an update tells much about the labels behind it"
     ]
-    clients = ["the model of every round that they took part in, and so the sum of what the others changed"]
     if facts["secure_aggregation"]:
-        server += [] if reports is None else _class_sum_words(reports)
-        clients += [] if reports is None else _client_words(facts, reports["clients"])
+        server = _sum_words(facts)
     elif reports is None:
         server += [facts["beyond_averaging"]] if facts["beyond_averaging"] else ["no class by name"]
     else:
         server += _server_words(facts, reports)
+    if reports is not None:
         clients += _client_words(facts, reports["clients"])
     return {"the server": server, "the clients": clients, "differential privacy": _noise_words(facts["noise"])}
 
 
 def _sum_words(facts: Mapping[str, Any]) -> list[str]:
-    return [
-        f"{facts['rounds']} sums (secure aggregation), each over the {facts['fewest_answers']} sites or more that took "
-        "part: of their updates of the model, their numbers of examples and their training losses; no site's own, nor "
-        "what it answered where models were evaluated at the sites",
+    told = [
+        f"{facts['rounds']} sums (secure aggregation), each over {facts['fewest_answers']} sites or more: of their "
+        "updates of the model, their numbers of examples and their training losses; no site's own, nor what it "
+        "answered where models were evaluated at the sites",
         "who took part in which round; two sums over other sites differ by what those sent that are in one of them",
-        "a site's own numbers, if the server breaks the protocol, or has more than half of a round's sites or all other "
-        "sites on its side",
+        "a site's own numbers, if the server breaks the protocol, or has more than half of a round's sites or all "
+        "other sites on its side",
     ]
-
-
-def _class_sum_words(reports: Mapping[str, Any]) -> list[str]:
+    if (reports := facts["class_reports"]) is None:
+        return told
     seen, limit = reports["server"], reports["solvable_up_to"]
     return [
+        *told,
         f"how many sites reported each class, from {_examples(reports['min_count'])} on, and the sum of their class "
         f"gradients: {seen['reports']} reports in all, not whose they were",
-        f"{seen['sums_of_one_client']} times one site alone reported a class, so that the sum was its own; a sum over at "
-        f"most {_examples(limit)} can be solved for their feature vectors: how many there were, only the sites know",
+        f"{seen['sums_of_one_client']} times one site alone reported a class, so that the sum was its own; a sum over "
+        f"at most {_examples(limit)} can be solved for their feature vectors: how many there were, only the sites know",
     ]
 
 

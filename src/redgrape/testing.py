@@ -576,7 +576,9 @@ def _sum(summands: Sequence[Tree]) -> Tree:
         flat = tree.flatten(summand)
         for name in sorted(total.keys() | flat.keys()):
             if name not in flat or name not in total or (flat[name].shape, flat[name].dtype) != _kind(total[name]):
-                raise AssertionError(f"'{name}' of a summand depends on the client; send zeros for what it does not hold")
+                raise AssertionError(
+                    f"'{name}' of a summand depends on the client; send zeros for what it does not hold"
+                )
         total = {name: t + flat[name] for name, t in total.items()}
     return tree.unflatten(total)
 

@@ -63,8 +63,8 @@ class DeployedRun(Run):
         options = self._deployment.options
         if before is not None and bool(before.get("secure_aggregation")) != options.secure_aggregation:
             raise ConfigError(
-                f"'{self.folder.path}' began with secure_aggregation={str(not options.secure_aggregation).lower()}, and "
-                "the deployment has the other now; set it back, or start a new run"
+                f"'{self.folder.path}' began with secure_aggregation={str(not options.secure_aggregation).lower()}, "
+                "and the deployment has the other now; set it back, or start a new run"
             )
         self._name = str(before["run"]) if before is not None and "run" in before else secrets.token_hex(8)
         return machine(self.device) | {

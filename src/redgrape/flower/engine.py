@@ -121,9 +121,7 @@ class FlowerEngine:
         for k, header in summed.answered.items():
             yield k, ShareOfSum(updates[k], _state(header, round), round)
 
-    def _sum(
-        self, of: str, questions: Mapping[ClientId, tuple[Header, Parts]], seconds: float, fewest: int
-    ) -> Summed:
+    def _sum(self, of: str, questions: Mapping[ClientId, tuple[Header, Parts]], seconds: float, fewest: int) -> Summed:
         """The secure sum of what sites answer to these questions. As long as too few are there to begin, they are
         waited for, as a run without secure sums would wait for them."""
         from redgrape.flower.secure_sum import NotBegun, secure_sum
@@ -134,11 +132,10 @@ class FlowerEngine:
             asked = {}
             for k, (header, parts) in letters.items():
                 question, with_it = questions[k]
-                parts = {**parts, **with_it} if stage == "masked" else parts
-                asked[k] = {**question, **header, "of": of, "sum": name, "stage": stage}, parts
-            first, long = stage == "keys", stage == "masked"
-            within = seconds if long else self._options.deadlines.evaluate
-            return self._ask("sum", asked, within, self._at_once if first else 1)
+                more = with_it if stage == "masked" else {}
+                asked[k] = {**question, **header, "of": of, "sum": name, "stage": stage}, {**parts, **more}
+            within = seconds if stage == "masked" else self._options.deadlines.evaluate
+            return self._ask("sum", asked, within, self._at_once if stage == "keys" else 1)
 
         while True:
             name = secrets.token_hex(8)

@@ -18,7 +18,6 @@ import torch
 from numpy.typing import NDArray
 
 from redgrape import tree
-from redgrape.acceptance import UpdateRejected, named_tensors
 from redgrape.errors import Diverged
 from redgrape.tree import Tensors, Tree
 
@@ -58,12 +57,7 @@ def decode(layout: Layout, total: Numbers) -> dict[str, Any]:
         begins, ends = ends, ends + math.prod(shape)
         values = torch.from_numpy(total[begins:ends].copy()).reshape(shape)
         flat[name] = values.double() / 2**FRACTION if kind == "real" else values
-    try:
-        values = tree.unflatten(flat)
-    except ValueError as error:
-        raise UpdateRejected(str(error)) from error
-    named_tensors(values)
-    return values
+    return tree.unflatten(flat)
 
 
 def length(layout: Layout) -> int:
@@ -74,8 +68,12 @@ def checked_layout(sent: Any) -> Layout:
     """A layout as a site has sent it; ValueError where it is none."""
     try:
         layout = [(str(name), str(kind), [int(n) for n in shape]) for name, kind, shape in sent]
-    except (TypeError, ValueError) as error:
-        raise ValueError("its layout cannot be read") from error
-    if any(kind not in ("real", "whole") or min(shape, default=0) < 0 for _, kind, shape in layout):
+        tree.check_leaves(tree.unflatten({name: torch.zeros(0) for name, _, _ in layout}), "its layout")
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"its layout cannot be read: {error}") from error
+    names = {name for name, _, _ in layout}
+    if len(names) < len(layout) or any(
+        kind not in ("real", "whole") or min(shape, default=0) < 0 for _, kind, shape in layout
+    ):
         raise ValueError("its layout cannot be")
     return layout

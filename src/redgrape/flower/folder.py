@@ -123,8 +123,8 @@ class DeployOptions(_Described):
             )
         if self.secure_aggregation and len(self.sites) < FEWEST_IN_SUM:
             raise ValueError(
-                f"secure_aggregation needs at least {FEWEST_IN_SUM} sites, and there are {len(self.sites)}: of two, each "
-                "would learn from the sum what the other has sent"
+                f"secure_aggregation needs at least {FEWEST_IN_SUM} sites, and there are {len(self.sites)}: of two, "
+                "each would learn from the sum what the other has sent"
             )
         if unknown := set(self.tail) - set(self.data.classes):
             raise ValueError(f"tail names '{min(unknown)}', which is none of the classes")

@@ -1,8 +1,8 @@
 """Sums over sites of which the server learns nothing but the sum: Flower's SecAgg+.
 
-Bell et al., "Secure Single-Server Aggregation with (Poly)Logarithmic Overhead", CCS 2020, in the case that every site is
-a neighbour of every other. All that touches Flower's secure aggregation, which is part of its legacy API, is here. A
-site goes through four stages, each once:
+Bell et al., "Secure Single-Server Aggregation with (Poly)Logarithmic Overhead", CCS 2020,
+https://eprint.iacr.org/2020/704, in the case that every site is a neighbour of every other. All that touches Flower's
+secure aggregation, which is part of its legacy API, is here. A site goes through four stages, each once:
 
     keys        two fresh public keys of every site
     shares      each gets the others' keys, and makes two secrets: a seed of its own, and its private key. It sends a
@@ -25,7 +25,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, TypeAlias, TypeVar
@@ -184,35 +184,32 @@ class _Sum:
     def over(self, sites: Sequence[ClientId]) -> Summed:
         keys = self._stage("keys", {k: ({}, {}) for k in sites}, _read_keys)
         self._must_be(len(keys), max(FEWEST_IN_SUM, self._fewest), "gave their keys", NotBegun)
-        least = max(threshold(len(keys)), self._fewest)
+        enough = threshold(len(keys))
+        least = max(enough, self._fewest)
+
         public = {f"key/{k}": key for k, (key, _) in keys.items()}
         public |= {f"box key/{k}": key for k, (_, key) in keys.items()}
-        boxes = self._stage("shares", {k: ({}, public) for k in keys}, lambda k, reply: _read_shares(reply, {*keys} - {k}))
+        letters = {k: ({}, public) for k in keys}
+        boxes = self._stage("shares", letters, lambda k, reply: _read_shares(reply, {*keys} - {k}))
         self._must_be(len(boxes), least, "gave shares of their secrets")
+
         letters = {k: ({}, {f"share/{j}": boxes[j][k] for j in boxes if j != k}) for k in boxes}
         masked = self._with_one_layout(self._stage("masked", letters, _read_masked))
         self._must_be(len(masked), least, "gave their part of the sum")
+
         arrived, lost = list(masked), [k for k in boxes if k not in masked]
-        shares = self._stage(
-            "revealed",
-            {k: ({"arrived": arrived, "lost": lost}, {}) for k in arrived},
-            lambda _, reply: _read_shares(reply, {*arrived, *lost}),
-        )
-        self._must_be(len(shares), threshold(len(keys)), "stayed until the sum was unmasked")
-        total = [np.bitwise_and(sum(arrays), _MODULUS - 1) for arrays in zip(*(m.arrays for m in masked.values()))]
+        letters = {k: ({"arrived": arrived, "lost": lost}, {}) for k in arrived}
+        shares = self._stage("revealed", letters, lambda _, reply: _read_shares(reply, {*boxes}))
+        self._must_be(len(shares), enough, "stayed until the sum was unmasked")
         try:
             secrets = {k: combine_shares([given[k] for given in shares.values()]) for k in boxes}
-            for mask in _masks_left(secrets, arrived, lost, {k: key for k, (key, _) in keys.items()}, total):
-                total = [t + m for t, m in zip(total, mask, strict=True)]
+            total = _unmasked([m.arrays for m in masked.values()], secrets, arrived, lost, keys)
         except ValueError as error:
             raise SumFailed("the sites' shares of the secrets do not fit together", self._lost) from error
-        numbers = _whole([t & (_MODULUS - 1) for t in total[1:]], len(arrived))
-        layout = next(iter(masked.values())).layout
-        return Summed(fixed_point.decode(layout, numbers), {k: m.header for k, m in masked.items()}, self._lost)
+        layout = masked[arrived[0]].layout
+        return Summed(fixed_point.decode(layout, total), {k: m.header for k, m in masked.items()}, self._lost)
 
-    def _stage(
-        self, stage: str, letters: Letters, read: Callable[[ClientId, Reply], _Read]
-    ) -> dict[ClientId, _Read]:
+    def _stage(self, stage: str, letters: Letters, read: Callable[[ClientId, Reply], _Read]) -> dict[ClientId, _Read]:
         """The answers to one stage that can be read, in the order of the sites; the others are lost."""
         found: dict[ClientId, _Read] = {}
         for k, reply in self._ask(stage, letters):
@@ -241,22 +238,29 @@ class _Sum:
         return {k: m for k, m in masked.items() if str(m.layout) == common}
 
 
-def _masks_left(
+def _unmasked(
+    masked: Sequence[Sequence[Numbers]],
     secrets: Mapping[ClientId, bytes],
     arrived: Sequence[ClientId],
     lost: Sequence[ClientId],
-    keys: Mapping[ClientId, bytes],
-    like: Sequence[Numbers],
-) -> Iterator[list[Numbers]]:
-    """What must be added for the masks to vanish from the sum: the sites' own, and those of pairs with one lost."""
-    shapes = [t.shape for t in like]
+    keys: Mapping[ClientId, tuple[bytes, bytes]],
+) -> Numbers:
+    """The sum of the masked vectors without the masks that are left in it: the sites' own, and those of pairs of which
+    one was lost."""
+    total = [np.sum(arrays, axis=0) for arrays in zip(*masked, strict=True)]
+    shapes = [t.shape for t in total]
+
+    def add(sign: int, secret: bytes) -> None:
+        for part, mask in zip(total, _masks(secret, _MODULUS, shapes), strict=True):
+            np.add(part, sign * mask, out=part)
+
     for k in arrived:
-        yield [-m for m in _masks(secrets[k], _MODULUS, shapes)]
+        add(-1, secrets[k])
     for k in lost:
         private = bytes_to_private_key(secrets[k])
         for j in arrived:  # j has added the mask of the pair where its number is above k's, else subtracted it
-            mask = _masks(generate_shared_key(private, bytes_to_public_key(keys[j])), _MODULUS, shapes)
-            yield [-m for m in mask] if j > k else mask
+            add(-1 if j > k else 1, generate_shared_key(private, bytes_to_public_key(keys[j][0])))
+    return _whole([t & (_MODULUS - 1) for t in total[1:]], len(arrived))
 
 
 def _halves(numbers: Numbers) -> list[np.ndarray[Any, np.dtype[np.float64]]]:

@@ -23,8 +23,8 @@ class SimulatedDeployment(Deployment):
             raise ConfigError("simulation needs Ray; run `pip install redgrape[flower-simulation]`")
         if self.options.secure_aggregation:
             raise ConfigError(
-                "secure_aggregation is set, and a simulation has all sites' data in one place: nothing could be hidden; "
-                "try it on sites of this machine (redgrape deploy site)"
+                "secure_aggregation is set, and a simulation has all sites' data in one place: nothing could be "
+                "hidden; try it on sites of this machine (redgrape deploy site)"
             )
         for name in self.options.sites:
             if not data_of(data, name).exists():

@@ -53,8 +53,8 @@ def _check_sums(experiment: Experiment) -> None:
     asked = experiment.clients_per_round
     if asked is not None and asked < FEWEST_IN_SUM:
         raise ConfigError(
-            f"clients_per_round is {asked}, and a secure sum needs at least {FEWEST_IN_SUM} sites; ask more, or none for "
-            "all"
+            f"clients_per_round is {asked}, and a secure sum needs at least {FEWEST_IN_SUM} sites; ask more, or none "
+            "for all"
         )
 
 

@@ -252,7 +252,9 @@ class RedGrape(ClassReports, FedAvg):
 
     def why_not_summed(self) -> str | None:
         if self.prototype_rank is not None:
-            return f"prototype_rank={self.prototype_rank} sends prototypes as factors, which do not add up; none is exact"
+            return (
+                f"prototype_rank={self.prototype_rank} sends prototypes as factors, which do not add up; none is exact"
+            )
         if self.prototype_precision == "half":
             return "prototype_precision=half sends prototypes with exponents, which do not add up; choose single"
         if self.prototype_clip is not None:
