@@ -6,6 +6,7 @@ from __future__ import annotations
 import io
 import itertools
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from deployments import SITES, Federated, locally
 from redgrape import cli, tree
 from redgrape.disclosure import disclosed, in_words
 from redgrape.engines import Lost
-from redgrape.errors import ConfigError, TooFewClients
+from redgrape.errors import ConfigError, Diverged, TooFewClients
 from redgrape.experiment import Experiment
 from redgrape.flower import fixed_point, secure_sum, wire
 from redgrape.flower.create import create, deployed
@@ -31,6 +32,7 @@ from redgrape.flower.folder import Deployment, SiteFolder
 from redgrape.flower.secure_sum import STAGES, Member, SumFailed, Summed, threshold
 from redgrape.flower.site import Site
 from redgrape.flower.wire import Reply
+from redgrape.store import RunFolder
 from test_deploy_parts import RUN, FakeGrid, _question, _run, options
 
 Numbers = np.ndarray[Any, np.dtype[np.int64]]
@@ -403,6 +405,63 @@ def test_with_too_few_sites_a_round_fails_and_the_run_goes_on_later(tmp_path: Pa
         _run(deployment, Leaving(deployment, sites, 101, "keys"), "a")
     folder, _ = _run(deployment, FakeGrid(deployment, sites), "a")
     assert [record["answered"] for record in folder.metrics()] == [[0, 1, 2]] * 3
+
+
+class Liar(Site):
+    """Adds something else than its update to the sums of the second round."""
+
+    lie: Callable[[dict[str, Any]], dict[str, Any]]
+
+    def _summand(self, header: Any, parts: Any) -> Any:
+        more, summand = super()._summand(header, parts)
+        return more, self.lie(dict(summand)) if header["round"] == 2 else summand
+
+
+LIES: dict[str, tuple[Callable[[dict[str, Any]], dict[str, Any]], str]] = {
+    "huge": (lambda s: {**s, "delta": {n: t + 1e7 for n, t in s["delta"].items()}}, "has the length"),
+    "count": (lambda s: {**s, "count": s["count"] - 1000}, "in all; 3 clients have at least one example each"),
+    "classes": (
+        lambda s: {**s, "prototypes": {**s["prototypes"], "clients": s["prototypes"]["clients"] + 2}},
+        "cannot be those of 3 clients",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", LIES)
+def test_a_sum_that_cannot_be_stops_the_run_with_its_state_intact(
+    tmp_path: Path, federated: Federated, what: str
+) -> None:
+    """Nobody can be named; without the liar the same command goes on."""
+    deployment, sites = _deployed(tmp_path, federated)
+    lie, words = LIES[what]
+    liar = Liar(SiteFolder(deployment.site("west")), federated.data("west"))
+    liar.lie = lie
+    method = {"name": "redgrape", "batch_size": 8}
+    with pytest.raises((Diverged, TooFewClients), match=f"sum over the clients of round 2 is not taken: .*{words}"):
+        _run(deployment, FakeGrid(deployment, [*sites[:2], liar]), "a", method=method)
+    folder = RunFolder.open(deployment.path / "runs/a")
+    assert folder.newest_round() == 1
+    _run(deployment, FakeGrid(deployment, sites), "a", method=method)
+    assert [record["answered"] for record in folder.metrics()] == [[0, 1, 2]] * 3
+
+
+@pytest.mark.parametrize(
+    ("lie", "words"),
+    [
+        (lambda s: {**s, "loss": s["loss"] * torch.nan}, "not finite"),
+        (lambda s: {**s, "loss": s["loss"] + 1e12}, "not below 2.86e\\+09"),
+        (lambda s: {name: group for name, group in s.items() if name != "loss"}, "other names or shapes"),
+    ],
+)
+def test_a_site_whose_numbers_do_not_fit_is_left_out_by_name(
+    tmp_path: Path, federated: Federated, lie: Callable[[dict[str, Any]], dict[str, Any]], words: str
+) -> None:
+    deployment, sites = _deployed(tmp_path, federated)
+    liar = Liar(SiteFolder(deployment.site("west")), federated.data("west"))
+    liar.lie = lie
+    folder, _ = _run(deployment, FakeGrid(deployment, [*sites[:2], liar]), "a", method={"name": "fedavg"})
+    assert [record["answered"] for record in folder.metrics()] == [[0, 1, 2], [0, 1], [0, 1, 2]]
+    assert re.search(words, folder.metrics()[1]["lost"]["2"])
 
 
 def test_server_and_sites_must_agree(tmp_path: Path, federated: Federated) -> None:

@@ -116,6 +116,8 @@ class FlowerEngine:
             return
         except UpdateRejected as reason:
             raise sum_refused(round, reason) from reason
+        except (KeyError, RuntimeError) as error:  # the sites agree on tensors that are no updates of this method
+            raise sum_refused(round, UpdateRejected(f"it is no sum of updates ({error})")) from error
         for k, why in summed.lost.items():
             yield k, Lost(why)
         for k, header in summed.answered.items():
