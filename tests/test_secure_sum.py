@@ -92,7 +92,7 @@ def _drops(sites: int) -> Iterator[dict[int, str]]:
                     yield dict(zip(who, when, strict=True))
 
 
-@pytest.mark.parametrize("sites", [3, 4, 5])
+@pytest.mark.parametrize("sites", [3, 4, pytest.param(5, marks=pytest.mark.slow)])
 def test_the_sum_is_exact_with_every_loss_that_is_tolerated(sites: int, tally: Callable[..., None]) -> None:
     tried = right = 0
     for drops in _drops(sites):
@@ -529,7 +529,7 @@ def test_the_privacy_report_tells_of_sums(tmp_path: Path, federated: Federated) 
     seen = facts["class_reports"]["server"]
     assert seen == {"reports": 3 * (3 + 3 + 3), "sums_of_one_client": 0}
     words = " ".join(in_words(facts)["the server"])
-    assert "3 sums (secure aggregation), each over the 3 sites" in words and "more than half" in words
+    assert "3 sums (secure aggregation), each over 3 sites" in words and "more than half" in words
     assert "which classes each client holds" not in words
 
 

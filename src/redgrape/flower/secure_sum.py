@@ -189,7 +189,7 @@ class _Sum:
 
         public = {f"key/{k}": key for k, (key, _) in keys.items()}
         public |= {f"box key/{k}": key for k, (_, key) in keys.items()}
-        letters = {k: ({}, public) for k in keys}
+        letters: Letters = {k: ({}, public) for k in keys}
         boxes = self._stage("shares", letters, lambda k, reply: _read_shares(reply, {*keys} - {k}))
         self._must_be(len(boxes), least, "gave shares of their secrets")
 
