@@ -53,6 +53,9 @@ def disclosed(folder: RunFolder) -> dict[str, Any]:
             "server": _seen_by_server(method, rounds, counts),
             "clients": _seen_by_clients(method, rounds),
         }
+        if facts["secure_aggregation"]:
+            alone = sum(int((r.contributors == 1).sum()) for r in rounds)
+            facts["class_reports"]["server"]["sums_of_one_client"] = alone
     return facts
 
 
@@ -99,10 +102,7 @@ class _Round:
 
 def _seen_by_server(method: ClassReports, rounds: Sequence[_Round], counts: Tensor | None) -> dict[str, Any]:
     if counts is None:
-        return {
-            "reports": sum(int(r.contributors.sum()) for r in rounds),
-            "sums_of_one_client": sum(int((r.contributors == 1).sum()) for r in rounds),
-        }
+        return {"reports": sum(int(r.contributors.sum()) for r in rounds)}
     reported = method.reported(counts)
     took_part = torch.zeros(len(counts), dtype=torch.int64)
     for r in rounds:
