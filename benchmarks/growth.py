@@ -149,26 +149,26 @@ def draw(found: dict[str, list[dict[str, float]]], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(2, 4, figsize=(13, 6), constrained_layout=True)
-    for axis in axes.flat[len(found) :]:
-        axis.axis("off")
-    for axis, (line, points) in zip(axes.flat, found.items(), strict=False):
+    figure, axes = pyplot.subplots(
+        2, len(found), figsize=(2.1 * len(found), 5), sharex="col", sharey="row", squeeze=False, constrained_layout=True
+    )
+    rows = (("seconds", 1.0, "#0072B2"), ("memory", 2.0**20, "#D55E00"))
+    for column, (line, points) in zip(axes.T, found.items(), strict=True):
         values = [p["value"] for p in points]
-        axis.loglog(values, [p["seconds"] for p in points], "o-", color="#0072B2")
-        axis.set_title(LINES[line][0], fontsize=9)
-        axis.set_ylabel("seconds a round", color="#0072B2")
-        axis.grid(alpha=0.3)
-        right = axis.twinx()
-        right.loglog(values, [p["memory"] / 2**20 for p in points], "s--", color="#D55E00")
-        right.set_ylabel("MB", color="#D55E00")
-        axis.text(
-            0.04,
-            0.93,
-            f"seconds ~ n^{exponent(points, 'seconds'):.2f}\nmemory ~ n^{exponent(points, 'memory'):.2f}",
-            transform=axis.transAxes,
-            va="top",
-            fontsize=8,
-        )
+        for axis, (name, unit, colour) in zip(column, rows, strict=True):
+            measured = [p[name] / unit for p in points]
+            axis.loglog(values, measured, "o-", color=colour)
+            proportional = [measured[-1] * value / values[-1] for value in values]
+            axis.loglog(values, proportional, ":", color="#8d99a6", zorder=1)
+            axis.set_title(f"~ n^{exponent(points, name):.2f}", fontsize=9)
+            axis.set_xticks(values, [f"{value:,}" for value in values], rotation=90, fontsize=7)
+            axis.minorticks_off()
+            axis.grid(alpha=0.3)
+        column[1].set_xlabel(LINES[line][0].replace(", ", ",\n").replace(" (", "\n(", 1), fontsize=8)
+    for axis, label, (low, high) in zip(axes[:, 0], ("seconds a round", "MB"), ((0.005, 5), (10, 2000)), strict=True):
+        axis.set_ylabel(label)
+        axis.set_ylim(low, high)
+    figure.suptitle("The cost of a round (dotted: proportional)", fontsize=10)
     figure.savefig(path, dpi=110)
 
 
