@@ -358,6 +358,24 @@ class SinglePrecision(Changed):
         return update | {"delta": {name: t.float() for name, t in update["delta"].items()}}
 
 
+class SaysThatSumsAreEnough(NeedsTwoAnswers):
+    summable: ClassVar[bool] = True
+
+
+class SumsOnlyWhatItHolds(RedGrape):
+    summable: ClassVar[bool] = True
+
+    def summand(self, update):
+        return FedAvg.summand(self, {n: g for n, g in update.items() if n != "prototypes"}) | {
+            "sent": update["prototypes"]
+        }
+
+
+class GivesNoReason(FedAvg):
+    def why_not_summed(self):
+        return ""
+
+
 BROKEN: list[tuple[type[Method], str, str]] = [
     (Thawed, "hyper_parameters_are_frozen", "'optimizer' can be assigned"),
     (StateOnSelf, "no_state_is_kept_on_the_method", "changed 'rounds_done'"),
@@ -401,6 +419,9 @@ BROKEN: list[tuple[type[Method], str, str]] = [
     (TooManyClients, "few_of_many_clients", "IndexError"),
     (NeedsBatchNorm, "every_kind_of_net", "'buffers'"),
     (SinglePrecision, "float64_stays_float64", "is torch.float32"),
+    (SaysThatSumsAreEnough, "sums_are_enough_where_it_says_so", "differs in 'spread'"),
+    (SumsOnlyWhatItHolds, "sums_are_enough_where_it_says_so", "depends on the client"),
+    (GivesNoReason, "sums_are_enough_where_it_says_so", "says nothing"),
 ]
 
 

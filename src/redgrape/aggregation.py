@@ -15,6 +15,7 @@ from pydantic import BaseModel, Field, model_validator
 from torch import Tensor
 
 from redgrape import robust, tree
+from redgrape.acceptance import MOST_EXAMPLES, UpdateRejected
 from redgrape.accounting import Mechanism, check_installed
 from redgrape.classifier_gradients import mean_over_holders
 from redgrape.errors import ConfigError
@@ -52,6 +53,7 @@ class Averaging(BaseModel):
     )
 
     noised: ClassVar[bool] = False  # whether all that its server lets out comes from averages that can get noise
+    summable: ClassVar[bool] = False  # whether its server half needs only sums over the clients; an heir must say so
 
     @model_validator(mode="after")
     def _noise_covers_what_is_let_out(self) -> Self:
@@ -106,6 +108,41 @@ class Averaging(BaseModel):
             case _:
                 return updates
 
+    def why_not_summed(self) -> str | None:
+        if not vars(type(self)).get("summable", False):
+            return "its server needs more of the clients than sums"
+        if self.aggregation != "mean":
+            return f"aggregation={self.aggregation} compares single updates"
+        if self.dp_clip is not None:
+            return "dp_clip shortens single updates at the server"
+        return None
+
+    def counts_alike(self, group: str) -> bool:
+        """Whether the server's mean of this group of the updates counts clients alike, and not by their examples."""
+        return False
+
+    def summand(self, update: Tree) -> dict[str, Any]:
+        """n_k, and every group of the update times its weight in the mean: n_k, or one."""
+        n = int(update["count"])
+        weighted = {
+            group: _scaled(value, 1 if self.counts_alike(group) else n)
+            for group, value in update.items()
+            if group != "count"
+        }
+        return {**weighted, "count": update["count"]}
+
+    def stand_ins(self, total: Tree, clients: Sequence[ClientId], dtype: torch.dtype) -> dict[ClientId, Tree]:
+        """The mean for each client. BatchNorm's batch counter, of which the server takes the maximum, is a mean too."""
+        number, n = len(clients), int(total["count"])
+        if not number <= n <= number * MOST_EXAMPLES:
+            raise UpdateRejected(f"'count' is {n} in all; {number} clients have at least one example each")
+        mean = {
+            group: _mean(value, number if self.counts_alike(group) else n, dtype)
+            for group, value in total.items()
+            if group != "count"
+        }
+        return {k: {**mean, "count": torch.tensor(n // number)} for k in clients}
+
     def mean_delta(
         self, updates: Sequence[Tree], weights: Sequence[float], group: str = "delta", site: ServerSite | None = None
     ) -> Tensors:
@@ -158,6 +195,20 @@ class Averaging(BaseModel):
                 return mean_over_holders(robust.clip_by_class(sent, classifier), classifier, weights)
             case _:
                 return mean_over_holders(sent, classifier, weights)
+
+
+def _scaled(value: Any, weight: int) -> Any:
+    """Weight times value, in float64 or in whole numbers."""
+    if isinstance(value, Mapping):
+        return {name: _scaled(t, weight) for name, t in value.items()}
+    return weight * (value.double() if value.is_floating_point() else value)
+
+
+def _mean(value: Any, weight: int, dtype: torch.dtype) -> Any:
+    """Value divided by weight; a mean of whole numbers is rounded up."""
+    if isinstance(value, Mapping):
+        return {name: _mean(t, weight, dtype) for name, t in value.items()}
+    return (value / weight).to(dtype) if value.is_floating_point() else -(-value // weight)
 
 
 def delta(net: Net, start: Tensors) -> Tensors:

@@ -36,7 +36,7 @@ def write_card(card: Mapping[str, Any], method: Method) -> str:
         "## Limits",
         _limits(card),
         "## Privacy",
-        _privacy(method),
+        _privacy(method, summed=bool(run.get("secure_aggregation"))),
     ]
     return "\n\n".join(sections) + "\n"
 
@@ -187,12 +187,16 @@ def _limits(card: Mapping[str, Any]) -> str:
     )
 
 
-def _privacy(method: Method) -> str:
+def _privacy(method: Method, *, summed: bool) -> str:
     general = (
         "In federated learning the examples stay with the clients, but what a client sends is computed from them "
         "and can reveal something of them, and so can the weights in this folder."
     )
-    return f"{general}\n\n{method.privacy()}".strip()
+    sums = (
+        "This model was trained with secure aggregation: what a client sent reached the server masked, so that it "
+        "could read the sum over a round's clients and no client's own part of it."
+    )
+    return "\n\n".join(words for words in (general, method.privacy(), sums if summed else "") if words)
 
 
 def _numbers(values: Sequence[float]) -> str:

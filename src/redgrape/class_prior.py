@@ -50,6 +50,11 @@ def privacy(source: PriorSource) -> str:
     }[source]
 
 
+def why_not_summed(source: PriorSource) -> str | None:
+    """Why sums over the clients are not enough for the source, where they are not."""
+    return "prior=estimated looks at single updates; choose global or local" if source == "estimated" else None
+
+
 def check(source: PriorSource, method: LocalTraining) -> None:
     """Raise ValueError where the estimate, which reckons with the steps of plain sgd, would be wrong without a word."""
     if source == "estimated" and (method.optimizer != "sgd" or method.clip_norm is not None or method.weight_decay):

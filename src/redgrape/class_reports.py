@@ -10,16 +10,22 @@ at the client. docs/privacy.md says what the floors stop and what they do not.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
 from redgrape import robust
+from redgrape.acceptance import UpdateRejected
 from redgrape.aggregation import Averaging
+from redgrape.classifier_gradients import per_class
 from redgrape.errors import ConfigError
-from redgrape.tree import Tree
+from redgrape.tree import Tensors, Tree
+
+if TYPE_CHECKING:
+    from redgrape.method import ClientId
 
 PRIVATE = {"min_count": 8, "min_clients": 3}  # for the preset `private` of the methods that send class gradients
 
@@ -31,6 +37,8 @@ class ClassReports(Averaging):
     min_clients: int = Field(
         1, ge=1, le=10**6, description="the server releases a class that this many clients report; else its last stays"
     )
+
+    class_group: ClassVar[str]  # the group of an update that has the class gradients
 
     @property
     def reports_classes(self) -> bool:
@@ -49,6 +57,16 @@ class ClassReports(Averaging):
         """How many clients must report a class for it to be released."""
         return max(self.min_clients, robust.fewest_holders(self.aggregation, self.byzantine))
 
+    def summand(self, update: Tree) -> dict[str, Any]:
+        rest = super().summand(_without(self.class_group, update))
+        return {**rest, self.class_group: dense(update[self.class_group])}
+
+    def stand_ins(self, total: Tree, clients: Sequence[ClientId], dtype: torch.dtype) -> dict[ClientId, Tree]:
+        """Of the gradient of a class as many clients have the mean as reported it."""
+        means = super().stand_ins(_without(self.class_group, total), clients, dtype)
+        gradients = spread(total[self.class_group], len(clients), dtype)
+        return {k: {**mean, self.class_group: sent} for (k, mean), sent in zip(means.items(), gradients, strict=True)}
+
     def check_clients(self, clients: int) -> None:
         super().check_clients(clients)
         counted = robust.most_counted(self.aggregation, self.byzantine, clients)
@@ -57,6 +75,43 @@ class ClassReports(Averaging):
                 f"method.min_clients is {self.min_clients}, and of a round's {clients} clients {counted} count: no "
                 "class would ever be released; lower min_clients or ask more clients"
             )
+
+
+def _without(group: str, groups: Tree) -> dict[str, Any]:
+    return {name: value for name, value in groups.items() if name != group}
+
+
+def dense(sent: Tree) -> Tensors:
+    """A client's class gradients as tables of all C classes with zeros where it reports none, each times what it counts
+    in the mean: one, or the client's examples of the class. `clients` is one where it reports a class."""
+    classes, counts = sent["classes"], sent.get("counts")
+    rows: Tensors = {name: t for name, t in sent.items() if name not in ("classes", "counts")}
+    C = next(iter(rows.values())).shape[1]
+
+    def table(values: Tensor) -> Tensor:
+        return values.new_zeros(C, *values.shape[1:]).index_copy(0, classes, values)
+
+    weights = torch.ones_like(classes) if counts is None else counts
+    summand = {name: table(t.double() * per_class(weights, t)) for name, t in rows.items()}
+    numbers = {"clients": torch.ones_like(classes)} | ({} if counts is None else {"counts": counts})
+    return summand | {name: table(t) for name, t in numbers.items()}
+
+
+def spread(total: Tree, number: int, dtype: torch.dtype) -> Iterator[dict[str, Tensor]]:
+    """For so many clients class gradients as they send them, from the sum of their dense ones: the mean of a class with
+    as many of them as reported it."""
+    clients, counts = total["clients"], total.get("counts")
+    if (clients < 0).any() or (clients > number).any() or (counts is not None and (counts < clients).any()):
+        raise UpdateRejected(f"the numbers of clients that report a class cannot be those of {number} clients")
+    weights = (clients if counts is None else counts).clamp(min=1)
+    means = {
+        name: (t / per_class(weights, t)).to(dtype) for name, t in total.items() if name not in ("clients", "counts")
+    }
+    if counts is not None:
+        means["counts"] = counts // clients.clamp(min=1)
+    for place in range(number):
+        classes = (clients > place).nonzero().flatten()
+        yield {"classes": classes, **{name: mean[classes] for name, mean in means.items()}}
 
 
 def contributors(sent: Sequence[Tree], C: int) -> Tensor:

@@ -273,6 +273,9 @@ def _add_deployment(commands: Any) -> None:
         "--min-count", type=_positive, default=8, metavar="N", help="sites report no class with fewer examples (8)"
     )
     command.add_argument(
+        "--secure-aggregation", action="store_true", help="the server sees sums over the sites, no site's own update"
+    )
+    command.add_argument(
         "--plain", action="store_true", help="no TLS and no keys, to try things out; on this machine only"
     )
 

@@ -1,6 +1,7 @@
 """What each party could learn in a run, counted from what its folder records.
 
-The server sees every update as it is, and so the classes that a client reports. Clients see what the server releases:
+The server sees every update as it is, and so the classes that a client reports; with secure aggregation it sees the sum
+over a round's clients, and of each class how many reported it. Clients see what the server releases:
 the model, and RedGrape's prototypes. A report of a single example is that example's feature vector, one of few examples
 can be solved for all of theirs (ClassReports.solvable), and a class released from one client is that client's report.
 Counted in reports (client, class, round) and releases (class, round).
@@ -35,6 +36,8 @@ def disclosed(folder: RunFolder) -> dict[str, Any]:
         "clients": len(environment.get("client_counts") or environment.get("sites") or []) or None,
         "classes": len(environment["class_names"]),
         "answers": sum(len(record["answered"]) for record in records),
+        "secure_aggregation": bool(environment.get("secure_aggregation")),
+        "fewest_answers": min((len(record["answered"]) for record in records), default=None),
         "beyond_averaging": method.privacy(),
         "class_reports": None,
         "noise": _noise(method, folder),
@@ -50,6 +53,9 @@ def disclosed(folder: RunFolder) -> dict[str, Any]:
             "server": _seen_by_server(method, rounds, counts),
             "clients": _seen_by_clients(method, rounds),
         }
+        if facts["secure_aggregation"]:
+            alone = sum(int((r.contributors == 1).sum()) for r in rounds)
+            facts["class_reports"]["server"]["sums_of_one_client"] = alone
     return facts
 
 
@@ -143,17 +149,41 @@ def _seen_by_clients(method: ClassReports, rounds: Sequence[_Round]) -> dict[str
 def in_words(facts: Mapping[str, Any]) -> dict[str, list[str]]:
     """The same for people: a few sentences for each party."""
     reports = facts["class_reports"]
+    clients = ["the model of every round that they took part in, and so the sum of what the others changed"]
     server = [
         f"{facts['answers']} updates of the model, each with its client's number of examples and training loss; the "
         "classifier's part of an update tells much about the labels behind it"
     ]
-    clients = ["the model of every round that they took part in, and so the sum of what the others changed"]
-    if reports is None:
+    if facts["secure_aggregation"]:
+        server = _sum_words(facts)
+    elif reports is None:
         server += [facts["beyond_averaging"]] if facts["beyond_averaging"] else ["no class by name"]
     else:
         server += _server_words(facts, reports)
+    if reports is not None:
         clients += _client_words(facts, reports["clients"])
     return {"the server": server, "the clients": clients, "differential privacy": _noise_words(facts["noise"])}
+
+
+def _sum_words(facts: Mapping[str, Any]) -> list[str]:
+    told = [
+        f"{facts['rounds']} sums (secure aggregation), each over {facts['fewest_answers']} sites or more: of their "
+        "updates of the model, their numbers of examples and their training losses; no site's own, nor what it "
+        "answered where models were evaluated at the sites",
+        "who took part in which round; two sums over other sites differ by what those sent that are in one of them",
+        "a site's own numbers, if the server breaks the protocol, or has more than half of a round's sites or all "
+        "other sites on its side",
+    ]
+    if (reports := facts["class_reports"]) is None:
+        return told
+    seen, limit = reports["server"], reports["solvable_up_to"]
+    return [
+        *told,
+        f"how many sites reported each class, from {_examples(reports['min_count'])} on, and the sum of their class "
+        f"gradients: {seen['reports']} reports in all, not whose they were",
+        f"{seen['sums_of_one_client']} times one site alone reported a class, so that the sum was its own; a sum over "
+        f"at most {_examples(limit)} can be solved for their feature vectors: how many there were, only the sites know",
+    ]
 
 
 def _noise_words(noise: Mapping[str, Any] | None) -> list[str]:

@@ -93,6 +93,7 @@ def _facts(
         "class_counts": environment["class_counts"],
         "clients": len(environment["client_counts"] or environment.get("sites", [])),
         "groups": environment["groups"],
+        "secure_aggregation": bool(environment.get("secure_aggregation")),
         "versions": {name: environment[name] for name in ("redgrape", "python", "torch", "numpy")},
     }
 

@@ -200,6 +200,22 @@ class Method(LocalTraining, ABC):
         """The updates that `server_update` gets, of those that were accepted: some may be left out, or shortened."""
         return updates
 
+    def why_not_summed(self) -> str | None:
+        """Why sums over a round's clients do not tell the server half enough; None where they do, so that the clients
+        can be summed securely: then the method has a `summand` and `stand_ins`."""
+        return "its server needs more of the clients than sums"
+
+    def summand(self, update: Tree) -> Tree:
+        """What a client adds to a secure sum in place of sending its update. Neither its names nor its shapes tell what
+        the client holds."""
+        raise NotImplementedError
+
+    def stand_ins(self, total: Tree, clients: Sequence[ClientId], dtype: torch.dtype) -> Mapping[ClientId, Tree]:
+        """Updates of which `server_update` and `log` make what they would make of the clients' own: of the sum of their
+        summands (whole numbers, and float64) the mean, for each of these clients. `dtype`: that of the net.
+        `acceptance.UpdateRejected` where the sum cannot be that of so many clients."""
+        raise NotImplementedError
+
     @abstractmethod
     def server_update(self, server: Tree, updates: Mapping[ClientId, Tree], site: ServerSite) -> Tree:
         """The server's new state from the updates that arrived, which come in the order of the clients' ids."""

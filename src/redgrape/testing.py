@@ -318,6 +318,40 @@ def float64_stays_float64(method: Method) -> None:
                 raise AssertionError(f"{passed.what}: '{name}' is {t.dtype} where the net is torch.float64")
 
 
+@_clause
+def sums_are_enough_where_it_says_so(method: Method) -> None:
+    """The server makes of the sum over the clients what it makes of their updates, and a client's part of the sum looks
+    the same whatever it holds; or the method says in words why sums are not enough."""
+    reason = method.why_not_summed()
+    if reason is not None:
+        if not reason.strip():
+            raise AssertionError("why_not_summed() is not None and says nothing; say why sums are not enough")
+        return
+    case = _Case(build=float64_net)
+    half, site = _client_half(method, case), _server_site(case)
+    server = _first_state(method, InProcess(half), site, case.eligible).server
+    states: dict[ClientId, Tree] = {}
+    for t in range(1, case.rounds + 1):
+        place = replace(site, round=t)
+        sampled = sample_clients(case.eligible, case.clients_per_round, SEED, t)
+        updates: dict[ClientId, Tree] = {}
+        for k in sampled:
+            message = method.message(server, method.request(half.site(k, t)), place)
+            updates[k], states[k], _ = half.run(k, method.broadcast(server), Task(states.get(k), message), t)
+        with same_bits_everywhere():
+            stand_ins = method.stand_ins(_sum([method.summand(u) for u in updates.values()]), sampled, torch.float64)
+            new, same = (method.server_update(server, u, place) for u in (updates, stand_ins))
+            logged = method.log(new, updates), method.log(same, stand_ins)
+        like = method.update_like(server, place)
+        for k, update in stand_ins.items():
+            method.check_update(update, like, None, place)
+            if k not in updates:
+                raise AssertionError(f"client {k} of round {t} has a stand-in and was not asked")
+        _must_be_close(tree.flatten(new), tree.flatten(same), f"the server after round {t}, made from a sum,")
+        _must_be_close(dict(logged[0]), dict(logged[1]), f"the log of round {t}, made from a sum,")
+        server = new
+
+
 @dataclass(frozen=True)
 class _Case:
     """What a method is run on."""
@@ -533,6 +567,35 @@ def _check_model(server: Tree, net: Net, what: str) -> None:
             raise AssertionError(
                 f"{what}: '{name}' is {model[name].dtype} {tuple(model[name].shape)}, not {t.dtype} {tuple(t.shape)}"
             )
+
+
+def _sum(summands: Sequence[Tree]) -> Tree:
+    """Of trees that must have the same names, shapes and dtypes."""
+    total = tree.flatten(summands[0])
+    for summand in summands[1:]:
+        flat = tree.flatten(summand)
+        for name in sorted(total.keys() | flat.keys()):
+            if name not in flat or name not in total or (flat[name].shape, flat[name].dtype) != _kind(total[name]):
+                raise AssertionError(
+                    f"'{name}' of a summand depends on the client; send zeros for what it does not hold"
+                )
+        total = {name: t + flat[name] for name, t in total.items()}
+    return tree.unflatten(total)
+
+
+def _kind(t: Tensor) -> tuple[torch.Size, torch.dtype]:
+    return t.shape, t.dtype
+
+
+def _must_be_close(expected: Tensors, found: Tensors, what: str) -> None:
+    """To rounding in double precision; batch counters, which nothing reads, may differ."""
+    for name in sorted(expected.keys() | found.keys()):
+        if name.endswith("num_batches_tracked"):
+            continue
+        if name not in expected or name not in found or _kind(expected[name]) != _kind(found[name]):
+            raise AssertionError(f"{what} has another '{name}' than the one made from updates")
+        if not torch.allclose(expected[name].double(), found[name].double(), rtol=1e-9, atol=1e-11):
+            raise AssertionError(f"{what} differs in '{name}' from the one made from updates")
 
 
 @contextmanager

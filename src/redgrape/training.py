@@ -19,8 +19,8 @@ from redgrape import engines, keys, tree
 from redgrape.acceptance import Declared, NotFinite, UpdateRejected, check_length, first_not_finite
 from redgrape.aggregation import Averaging
 from redgrape.data.federation import Federation
-from redgrape.engines import Answer, ClientHalf, Engine, Lost, Task
-from redgrape.errors import ConfigError, DataError, Diverged, TooFewClients
+from redgrape.engines import Answer, ClientHalf, Engine, Lost, ShareOfSum, Task
+from redgrape.errors import ConfigError, DataError, Diverged, RedgrapeError, TooFewClients
 from redgrape.features import batchnorms
 from redgrape.method import ClientId, Method, ServerSite
 from redgrape.nets.net import Net
@@ -111,8 +111,9 @@ def _round(
     tasks = _Tasks(method, engine, state, sampled, site)
     like = method.update_like(state.server, site)
 
-    def check(client: ClientId, update: Tree) -> None:
-        method.check_update(update, like, None if declared is None else declared(client), site)
+    def check(client: ClientId | None, update: Tree) -> None:
+        known = None if declared is None or client is None else declared(client)
+        method.check_update(update, like, known, site)
         check_length(update, state.server["model"])
 
     answers = _Answers(sampled, site.round, check, shelf)
@@ -148,7 +149,7 @@ class _Answers:
     in which they come."""
 
     def __init__(
-        self, asked: Sequence[ClientId], round: int, check: Callable[[ClientId, Tree], None], shelf: Shelf
+        self, asked: Sequence[ClientId], round: int, check: Callable[[ClientId | None, Tree], None], shelf: Shelf
     ) -> None:
         self._asked, self._round, self._check, self._shelf = frozenset(asked), round, check, shelf
         self._updates: dict[ClientId, Tree] = {}
@@ -167,9 +168,12 @@ class _Answers:
         elif client in self._updates or client in self._refused:
             self._refuse(client, UpdateRejected("the client answered twice"))
         else:
+            of_sum = isinstance(answer, ShareOfSum)
             try:
-                self._check(client, answer.update)
+                self._check(None if of_sum else client, answer.update)  # a mean is held to no single client's data
             except UpdateRejected as reason:
+                if of_sum:
+                    raise sum_refused(self._round, reason) from reason
                 self._refuse(client, reason)
             else:
                 self._updates[client] = self._shelf.put(answer.update)
@@ -207,6 +211,12 @@ class _Answers:
             f"{len(self._updates)} of {len(self._asked)} clients gave an answer that counts in round {self._round}, "
             f"and {fewest} are needed{first}"
         )
+
+
+def sum_refused(round: int, reason: UpdateRejected) -> RedgrapeError:
+    """For a sum over the clients that must not count. Who is to blame cannot be told."""
+    words = f"the sum over the clients of round {round} is not taken: {reason}; nothing of it was applied"
+    return Diverged(f"DIVERGED: {words}; {_ADVICE}") if isinstance(reason, NotFinite) else TooFewClients(words)
 
 
 class _Tasks(Mapping[ClientId, Task]):

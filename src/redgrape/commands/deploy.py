@@ -54,6 +54,7 @@ def _described(options: argparse.Namespace) -> DeployOptions:
         "bind": options.bind or options.host,
         "plain": options.plain,
         "min_count": options.min_count,
+        "secure_aggregation": options.secure_aggregation,
         "data": _agreement(options),
     }
     if options.test is not None:
@@ -153,7 +154,7 @@ def run(options: argparse.Namespace) -> None:
     if options.simulate is not None:
         SimulatedDeployment(options.folder, options.simulate)  # looks whether it can be
     experiment = Experiment.parse(_values(options, deployment.path / "experiment.toml"))
-    submission.check(experiment)
+    submission.check(experiment, deployment.options)
     experiment = deployed(experiment, deployment.options)
     path = deployment.path / "runs" / (options.name or run_name(experiment))
     if path.name != (options.name or path.name):

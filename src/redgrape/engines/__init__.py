@@ -40,6 +40,10 @@ class Answer(NamedTuple):
     round: int
 
 
+class ShareOfSum(Answer):
+    """An answer whose update stands in for a client's share of a sum, which counts as a whole or not at all."""
+
+
 class Lost(NamedTuple):
     """A client that gave no answer, and why."""
 

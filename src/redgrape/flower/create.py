@@ -78,14 +78,21 @@ PATH is a folder with a sub-folder for each class, or an `.npz` file with `x`, `
 numbered, `class_names`. The classes are: {classes}. You need not hold all of them. An input has the shape {shape}
 ({input}).{evaluation}
 
-What leaves your site: the update of the model in each round, the number of your examples, and, with RedGrape, a mean
-gradient for each class of which you hold at least {min_count} examples. This limit is in `site.toml` and is kept here,
-whatever the server asks for. The server chooses the method and its settings; it also sends the Flower app, which is
-code: take part only with a server that you trust that far.
+What leaves your site: {leaves}
+These limits are in `site.toml` and are kept here, whatever the server asks for. The server chooses the method and its
+settings; it also sends the Flower app, which is code: take part only with a server that you trust that far.
 
 `key` is your site's key: keep it to yourself, readable by you alone. `states/` holds what your site must remember
 between rounds: keep it while a run goes on.
 """
+
+_LEAVES = """\
+the update of the model in each round, the number of your examples, and, with RedGrape, a mean gradient for each class
+of which you hold at least {min_count} examples."""
+
+_LEAVES_IN_SUMS = """\
+the update of the model in each round, and, with RedGrape, a mean gradient for each class of which you hold at least
+{min_count} examples; but masked, so that the server can read only the sum over all sites (secure aggregation)."""
 
 
 def create(path: Path, options: DeployOptions) -> None:
@@ -106,11 +113,13 @@ def create(path: Path, options: DeployOptions) -> None:
 
 
 def default_experiment(options: DeployOptions) -> dict[str, Any]:
-    """RedGrape, private where the method offers it."""
+    """RedGrape, private where the method offers it. In a secure sum prototypes are exact: factors do not add up."""
     presets = methods.load("redgrape").presets
     private = {"preset": PRIVATE_PRESET} if PRIVATE_PRESET in presets else {}
     net = "cnn" if len(options.data.shape) == 3 and min(options.data.shape[1:]) >= 16 else "mlp"
     method = {"name": "redgrape", **private, "min_count": options.min_count}
+    if options.secure_aggregation:
+        method["prototype_rank"] = "none"
     return {"rounds": 20, "net": {"name": net}, "method": method}
 
 
@@ -193,6 +202,7 @@ def _fill_site(path: Path, name: str, index: int, options: DeployOptions, author
         plain=options.plain,
         evaluates=options.test is None,
         min_count=options.min_count,
+        secure_aggregation=options.secure_aggregation,
         data=options.data,
     )
     _write(path / "site.toml", site.to_toml())
@@ -206,7 +216,7 @@ def _fill_site(path: Path, name: str, index: int, options: DeployOptions, author
         "shape": " x ".join(map(str, options.data.shape)),
         "input": "pixels as uint8" if options.data.input == "uint8" else "numbers",
         "evaluation": evaluation,
-        "min_count": options.min_count,
+        "leaves": (_LEAVES_IN_SUMS if options.secure_aggregation else _LEAVES).format(min_count=options.min_count),
     }
     _write(path / "README.md", _SITE_README.format(**words))
     _script(path / "start.sh", 'exec redgrape deploy site "$(dirname "$0")" --data "$@"')

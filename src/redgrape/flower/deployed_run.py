@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from redgrape.data.examples import Examples, Pixels
 from redgrape.data.federation import Federation
 from redgrape.engines import ClientHalf, Engine
+from redgrape.errors import ConfigError
 from redgrape.flower import certificates, site_data
 from redgrape.flower.engine import FlowerEngine
 from redgrape.flower.federation import PartialFederation
@@ -60,6 +61,11 @@ class DeployedRun(Run):
 
     def _environment(self, federation: Federation, before: Mapping[str, Any] | None) -> dict[str, Any]:
         options = self._deployment.options
+        if before is not None and bool(before.get("secure_aggregation")) != options.secure_aggregation:
+            raise ConfigError(
+                f"'{self.folder.path}' began with secure_aggregation={str(not options.secure_aggregation).lower()}, "
+                "and the deployment has the other now; set it back, or start a new run"
+            )
         self._name = str(before["run"]) if before is not None and "run" in before else secrets.token_hex(8)
         return machine(self.device) | {
             "split": federation.fingerprint(),
@@ -70,6 +76,7 @@ class DeployedRun(Run):
             "client_counts": None,
             "groups": groups_of(federation),
             "sites": list(options.sites),
+            "secure_aggregation": options.secure_aggregation,
             "evaluated": "sites" if federation.evaluated_elsewhere else "server",
             "run": self._name,
             "files": {},

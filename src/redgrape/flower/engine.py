@@ -8,9 +8,10 @@ A client's state lies at its site: what the server keeps of it is the round that
 from __future__ import annotations
 
 import json
+import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -18,22 +19,25 @@ import safetensors
 import torch
 
 from redgrape import evaluate, tree
-from redgrape.acceptance import Declared, UpdateRejected, named_tensors
-from redgrape.engines import Answer, ClientHalf, Lost, Split, Task
+from redgrape.acceptance import MOST_EXAMPLES, Declared, UpdateRejected, named_tensors
+from redgrape.engines import Answer, ClientHalf, Lost, ShareOfSum, Split, Task
 from redgrape.errors import TooFewClients
 from redgrape.evaluate import Scores
 from redgrape.experiment import Experiment
 from redgrape.flower import wire
 from redgrape.flower.federation import PartialFederation
-from redgrape.flower.folder import DeployOptions
-from redgrape.flower.wire import PROTOCOL, Header
+from redgrape.flower.folder import FEWEST_IN_SUM, DeployOptions
+from redgrape.flower.wire import PROTOCOL, Header, Parts, Reply
 from redgrape.method import ClientId
 from redgrape.store import KEPT
+from redgrape.training import sum_refused
 from redgrape.tree import Tensors, Tree
 
 if TYPE_CHECKING:
     from flwr.app import Message
     from flwr.serverapp import Grid
+
+    from redgrape.flower.secure_sum import Letters, Summed
 
 POLL = 0.1  # seconds between two looks for answers
 NODES = 1.0  # seconds between two looks for sites
@@ -47,12 +51,6 @@ class _Member:
 
     site: ClientId
     since: str
-
-
-@dataclass
-class _Reply:
-    header: Header
-    parts: Mapping[str, bytes] = field(default_factory=dict)
 
 
 class FlowerEngine:
@@ -73,6 +71,7 @@ class FlowerEngine:
         self._grid, self._options, self._keys, self._say = grid, options, keys, say
         self._run, self._experiment = run, experiment.to_toml()
         self._fewest = max(experiment.min_answers, half.method.fewest_answers())
+        self._at_once = max(self._fewest, FEWEST_IN_SUM if options.secure_aggregation else 1)  # to begin a round
         self._waited = False  # for all sites, as at the beginning of a run
         self._reach = KEPT * experiment.checkpoint_every + 1  # rounds that a resume may go back
         self._members: dict[int, _Member] = {}  # by node id
@@ -82,7 +81,7 @@ class FlowerEngine:
         self, broadcast: Tree, tasks: Mapping[ClientId, Task], round: int
     ) -> Iterator[tuple[ClientId, Answer | Lost]]:
         common = tree.to_bytes(broadcast)
-        questions: dict[ClientId, tuple[Header, Mapping[str, bytes]]] = {}
+        questions: dict[ClientId, tuple[Header, Parts]] = {}
         for k in tasks:
             try:
                 task = tasks[k]
@@ -94,12 +93,64 @@ class FlowerEngine:
                 header["state"] = int(task.state["round"])
             parts = {"broadcast": common} | ({"message": tree.to_bytes(task.message)} if task.message else {})
             questions[k] = header, parts
-        for k, reply in self._ask("train", questions, self._options.deadlines.round, self._fewest):
+        if self._options.secure_aggregation:
+            yield from self._sum_of_clients(questions, round)
+            return
+        for k, reply in self._ask("train", questions, self._options.deadlines.round, self._at_once):
             yield k, reply if isinstance(reply, Lost) else _as_answer(reply, round)
+
+    def _sum_of_clients(
+        self, questions: Mapping[ClientId, tuple[Header, Parts]], round: int
+    ) -> Iterator[tuple[ClientId, Answer | Lost]]:
+        """The clients' updates as a secure sum gives them: all alike."""
+        from redgrape.flower.secure_sum import SumFailed
+
+        try:
+            summed = self._sum("train", questions, self._options.deadlines.round, self._fewest)
+            dtype = self._half.build().classifier.weight.dtype
+            updates = self._half.method.stand_ins(summed.total, list(summed.answered), dtype)
+        except SumFailed as failure:
+            for k in questions:
+                blame = failure.lost.get(k)
+                yield k, Lost(f"there is no sum: {failure}{f' ({blame})' if blame else ''}")
+            return
+        except UpdateRejected as reason:
+            raise sum_refused(round, reason) from reason
+        except (KeyError, RuntimeError) as error:  # the sites agree on tensors that are no updates of this method
+            raise sum_refused(round, UpdateRejected(f"it is no sum of updates ({error})")) from error
+        for k, why in summed.lost.items():
+            yield k, Lost(why)
+        for k, header in summed.answered.items():
+            yield k, ShareOfSum(updates[k], _state(header, round), round)
+
+    def _sum(self, of: str, questions: Mapping[ClientId, tuple[Header, Parts]], seconds: float, fewest: int) -> Summed:
+        """The secure sum of what sites answer to these questions. As long as too few are there to begin, they are
+        waited for, as a run without secure sums would wait for them."""
+        from redgrape.flower.secure_sum import NotBegun, secure_sum
+
+        ends = time.monotonic() + self._options.deadlines.join
+
+        def ask(stage: str, letters: Letters) -> Iterator[tuple[ClientId, Reply | Lost]]:
+            asked = {}
+            for k, (header, parts) in letters.items():
+                question, with_it = questions[k]
+                more = with_it if stage == "masked" else {}
+                asked[k] = {**question, **header, "of": of, "sum": name, "stage": stage}, {**parts, **more}
+            within = seconds if stage == "masked" else self._options.deadlines.evaluate
+            return self._ask("sum", asked, within, self._at_once if stage == "keys" else 1)
+
+        while True:
+            name = secrets.token_hex(8)
+            try:
+                return secure_sum(list(questions), ask, fewest)
+            except NotBegun:
+                if time.monotonic() >= ends:
+                    raise
+                time.sleep(NODES)
 
     def requests(self, clients: Sequence[ClientId], round: int) -> Iterator[tuple[ClientId, Tree]]:
         questions: dict[ClientId, Any] = {k: ({"round": round}, {}) for k in clients}
-        for k, reply in self._ask("request", questions, self._options.deadlines.evaluate, self._fewest):
+        for k, reply in self._ask("request", questions, self._options.deadlines.evaluate, self._at_once):
             if isinstance(reply, Lost):
                 self._say(f"asked before round {round}: {reply.reason}")
                 continue
@@ -111,6 +162,9 @@ class FlowerEngine:
     def survey(self, clients: Sequence[ClientId]) -> Iterator[Tree]:
         """All of them must answer: a sum over fewer would be of another federation."""
         questions: dict[ClientId, Any] = {k: ({"round": 0}, {}) for k in clients}
+        if self._options.secure_aggregation:
+            yield self._sum_or_stop("survey", questions, len(clients)).total
+            return
         replies = dict(self._ask("survey", questions, self._options.deadlines.evaluate, len(clients)))
         for k in sorted(clients):
             reply = replies[k]
@@ -129,6 +183,14 @@ class FlowerEngine:
             return evaluate.combine(self._half.score(model, split, starts))
         parts = {"model": tree.to_bytes(model)}
         questions = {k: ({"round": 0}, parts) for k in range(self._federation.num_clients)}
+        if self._options.secure_aggregation:
+            summed = self._sum_or_stop("evaluate", questions, 1)
+            for k, why in summed.lost.items():
+                self._say(f"site '{self._name(k)}' did not evaluate: {why}")
+            try:
+                return evaluate.combine([self._scores(summed.total)])
+            except UpdateRejected as error:
+                raise TooFewClients(f"the sum of the sites' evaluations is not taken: {error}") from error
         scores: dict[ClientId, tuple[torch.Tensor, float]] = {}
         for k, reply in self._ask("evaluate", questions, self._options.deadlines.evaluate, 1):
             if isinstance(reply, Lost):
@@ -142,6 +204,15 @@ class FlowerEngine:
             raise TooFewClients("no site has evaluated the model; metrics cannot be made")
         return evaluate.combine([score for _, score in sorted(scores.items())])
 
+    def _sum_or_stop(self, of: str, questions: Mapping[ClientId, tuple[Header, Parts]], fewest: int) -> Summed:
+        from redgrape.flower.secure_sum import SumFailed
+
+        try:
+            return self._sum(of, questions, self._options.deadlines.evaluate, fewest)
+        except SumFailed as failure:
+            why = "".join(f"; site '{self._name(k)}': {reason}" for k, reason in failure.lost.items())
+            raise TooFewClients(f"the sites' answers to '{of}' gave no sum: {failure}{why}") from failure
+
     def _scores(self, sent: Tree) -> tuple[torch.Tensor, float]:
         C = self._federation.num_classes
         confusion, loss = sent.get("confusion"), sent.get("loss")
@@ -154,8 +225,8 @@ class FlowerEngine:
         return confusion, float(loss)
 
     def _ask(
-        self, kind: str, questions: Mapping[ClientId, tuple[Header, Mapping[str, bytes]]], seconds: float, fewest: int
-    ) -> Iterator[tuple[ClientId, _Reply | Lost]]:
+        self, kind: str, questions: Mapping[ClientId, tuple[Header, Parts]], seconds: float, fewest: int
+    ) -> Iterator[tuple[ClientId, Reply | Lost]]:
         """Ask sites, and give their replies as they come; for each that gives none why."""
         nodes = self._connected(questions, fewest)
         for k in questions:
@@ -176,12 +247,12 @@ class FlowerEngine:
             else:
                 yield k, self._read(k, message)
 
-    def _read(self, k: ClientId, message: Message) -> _Reply | Lost:
+    def _read(self, k: ClientId, message: Message) -> Reply | Lost:
         if message.has_error():
             reason = " ".join(str(message.error.reason).split())[:300]
             return Lost(f"site '{self._name(k)}' failed: {reason} (code {message.error.code})")
         try:
-            reply = _Reply(*wire.unpack(message.content))
+            reply = Reply(*wire.unpack(message.content))
         except wire.NotUnderstood as error:
             return Lost(f"the answer of site '{self._name(k)}' cannot be read: {error}")
         if "error" in reply.header:
@@ -274,7 +345,11 @@ class FlowerEngine:
             raise UpdateRejected(f"site '{name}' has another agreement on classes, shape or sites than the server")
         if bool(said.get("evaluates")) != self._federation.evaluated_elsewhere:
             raise UpdateRejected(f"site '{name}' and the server do not agree on where models are evaluated")
+        if bool(said.get("secure_aggregation")) != self._options.secure_aggregation:
+            raise UpdateRejected(f"site '{name}' and the server do not agree on secure_aggregation")
         examples = said.get("examples")
+        if self._options.secure_aggregation:
+            examples = MOST_EXAMPLES  # a site tells no number of its own
         if not isinstance(examples, int) or examples < 1:
             raise UpdateRejected(f"site '{name}' has no examples")
         self._federation.joined[k] = Declared(examples)
@@ -297,18 +372,21 @@ class FlowerEngine:
         self.close()
 
 
-def _as_answer(reply: _Reply, asked: int) -> Answer | Lost:
+def _as_answer(reply: Reply, asked: int) -> Answer | Lost:
     """What `training.rounds` judges: of the state only the round that it is of."""
     round = reply.header.get("round")
     try:
         update = tree.from_bytes(reply.parts["update"])
     except (KeyError, ValueError, RecursionError, safetensors.SafetensorError) as error:
         return Lost(f"its update cannot be read: {error}")
-    state = {"round": torch.tensor(asked)} if reply.header.get("has_state") is True else {}
-    return Answer(update, state, round if isinstance(round, int) else -1)
+    return Answer(update, _state(reply.header, asked), round if isinstance(round, int) else -1)
 
 
-def _checked(reply: _Reply, name: str) -> Tree:
+def _state(header: Header, round: int) -> Tree:
+    return {"round": torch.tensor(round)} if header.get("has_state") is True else {}
+
+
+def _checked(reply: Reply, name: str) -> Tree:
     """A tree of finite tensors from a site, else UpdateRejected."""
     try:
         sent = tree.from_bytes(reply.parts[name])

@@ -26,6 +26,7 @@ from redgrape.errors import ConfigError
 from redgrape.validation import one_line, short
 
 _STRICT = ConfigDict(frozen=True, strict=True, extra="forbid")
+FEWEST_IN_SUM = 3  # sites of a secure sum
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,39}")
 _Folder = TypeVar("_Folder", bound="_Described")
 
@@ -109,6 +110,7 @@ class DeployOptions(_Described):
     auxiliary: str | None = Field(None, description="the server's small balanced set, for methods that need one")
     tail: Names = Field((), description="classes that count as the tail in reports; the others are the head")
     min_count: int = Field(8, ge=1, description="sites refuse to report a class of which they hold fewer examples")
+    secure_aggregation: bool = Field(False, description="the server sees sums over the sites and no site's update")
     data: DataAgreement
     deadlines: Deadlines = Field(default_factory=Deadlines)
 
@@ -118,6 +120,11 @@ class DeployOptions(_Described):
             raise ValueError(
                 f"plain is set, and the server would listen on '{self.bind}' for '{self.host}'; without TLS only "
                 "127.0.0.1, ::1 or localhost is allowed"
+            )
+        if self.secure_aggregation and len(self.sites) < FEWEST_IN_SUM:
+            raise ValueError(
+                f"secure_aggregation needs at least {FEWEST_IN_SUM} sites, and there are {len(self.sites)}: of two, "
+                "each would learn from the sum what the other has sent"
             )
         if unknown := set(self.tail) - set(self.data.classes):
             raise ValueError(f"tail names '{min(unknown)}', which is none of the classes")
@@ -138,6 +145,7 @@ class SiteOptions(_Described):
     plain: bool = False
     evaluates: bool = Field(description="whether models are evaluated at the sites, each of which holds out a test set")
     min_count: int = Field(8, ge=1, description="refuse to report a class of which there are fewer examples here")
+    secure_aggregation: bool = Field(False, description="answer in secure sums alone, never with an update as it is")
     data: DataAgreement
 
     @model_validator(mode="after")

@@ -21,6 +21,11 @@ class SimulatedDeployment(Deployment):
         super().__init__(path)
         if find_spec("ray") is None:
             raise ConfigError("simulation needs Ray; run `pip install redgrape[flower-simulation]`")
+        if self.options.secure_aggregation:
+            raise ConfigError(
+                "secure_aggregation is set, and a simulation has all sites' data in one place: nothing could be "
+                "hidden; try it on sites of this machine (redgrape deploy site)"
+            )
         for name in self.options.sites:
             if not data_of(data, name).exists():
                 raise DataError(f"there is no '{data / name}' nor '{data / name}.npz'; each site needs one of them")

@@ -5,6 +5,8 @@ survey     what a method must know before the first round
 request    what a method asks a client before it sends it a message of its own
 train      a client's round: the update; the new state is saved here, under run and round
 evaluate   how a model does on the site's test set: counts, not examples
+sum        one stage of a secure sum of what the site would answer to one of the last three (secure_sum.py). A site with
+           secure_aggregation answers to these three in no other way
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import safetensors
@@ -35,6 +38,9 @@ from redgrape.flower.site_states import SiteStates
 from redgrape.flower.wire import PROTOCOL, Header, NotUnderstood, Parts
 from redgrape.tree import Tree
 
+if TYPE_CHECKING:
+    from redgrape.flower.secure_sum import Member
+
 _CPU = torch.device("cpu")
 
 
@@ -52,6 +58,7 @@ class Site:
         self.index = index
         self._states = SiteStates(folder.states if states is None else states)
         self._prepared: tuple[str, ClientHalf] | None = None
+        self._sums: tuple[str, Member] | None = None  # the name of the sum that goes on
 
     def counts(self) -> dict[str, int]:
         """Training examples of each class, for the site's own eyes."""
@@ -62,24 +69,33 @@ class Site:
         """The answer to a question; an error is one too, in one line."""
         back = {"site": self.index, "round": header.get("round"), "protocol": PROTOCOL}
         try:
-            questions: dict[str, Callable[[Header, Parts], tuple[Header, dict[str, Tree]]]] = {
-                "join": self._join,
-                "survey": self._survey,
-                "request": self._request,
-                "train": self._train,
-                "evaluate": self._evaluate,
-            }
             if header.get("protocol") != PROTOCOL:
                 raise ConfigError(f"the server speaks protocol {header.get('protocol')}, and this site {PROTOCOL}")
-            if header.get("kind") not in questions:
-                raise ConfigError(f"the server asks {str(header.get('kind'))[:40]!r}, which is not known here")
+            kind = str(header.get("kind"))
             with _within(float(header["deadline"])):
-                more, trees = questions[str(header["kind"])](header, parts)
+                if kind == "sum":
+                    more, sent = self._sum(header, parts)
+                    return back | more, sent
+                if self.options.secure_aggregation and kind != "join":
+                    raise ConfigError("this site answers in secure sums alone (secure_aggregation in its site.toml)")
+                more, trees = self._question(kind)(header, parts)
             return back | more, {name: tree.to_bytes(value) for name, value in trees.items()}
         except (RedgrapeError, NotUnderstood) as error:
             return back | {"error": " ".join(str(error).split())}, {}
         except Exception as error:  # a site that fails must say so, and be there for the next question
             return back | {"error": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"}, {}
+
+    def _question(self, kind: str) -> Callable[[Header, Parts], tuple[Header, dict[str, Tree]]]:
+        questions: dict[str, Callable[[Header, Parts], tuple[Header, dict[str, Tree]]]] = {
+            "join": self._join,
+            "survey": self._survey,
+            "request": self._request,
+            "train": self._train,
+            "evaluate": self._evaluate,
+        }
+        if kind not in questions:
+            raise ConfigError(f"the server asks {kind[:40]!r}, which is not known here")
+        return questions[kind]
 
     def _join(self, header: Header, parts: Parts) -> tuple[Header, dict[str, Tree]]:
         agreement = self.options.data
@@ -87,7 +103,8 @@ class Site:
             "name": self.options.name,
             "sites": self.options.sites,
             "agreement": agreement.model_dump(mode="json"),
-            "examples": len(self.train),
+            "examples": None if self.options.secure_aggregation else len(self.train),
+            "secure_aggregation": self.options.secure_aggregation,
             "evaluates": self.options.evaluates,
             "redgrape": redgrape.__version__,
             "torch": torch.__version__,
@@ -122,6 +139,34 @@ class Site:
         confusion = torch.stack([counts for counts, _ in scores]).sum(dim=0)
         loss = torch.tensor(sum(loss for _, loss in scores), dtype=torch.float64)
         return {}, {"scores": {"confusion": confusion, "loss": loss}}
+
+    def _sum(self, header: Header, parts: Parts) -> tuple[Header, dict[str, bytes]]:
+        """One stage of a secure sum; the numbers that this site adds leave it masked."""
+        from redgrape.flower import fixed_point
+        from redgrape.flower.secure_sum import Member
+
+        name, stage = str(header.get("sum")), str(header.get("stage"))
+        if stage == "keys":
+            self._sums = name, Member(self.index)
+        if self._sums is None or self._sums[0] != name:
+            raise ConfigError("this site takes part in another secure sum, or was started anew since this one began")
+        more: Header = {}
+        numbers = None
+        if stage == "masked":
+            more, summand = self._summand(header, parts)
+            layout, numbers = fixed_point.encode(summand, self.options.sites)
+            more = {**more, "layout": layout}
+        return more, self._sums[1].answer(stage, header, parts, numbers)
+
+    def _summand(self, header: Header, parts: Parts) -> tuple[Header, Tree]:
+        kind = str(header.get("of"))
+        if kind not in ("train", "evaluate", "survey"):
+            raise ConfigError(f"the server asks for a sum of {kind[:40]!r}, which is not known here")
+        method = self._half(header).method
+        if reason := method.why_not_summed():
+            raise ConfigError(f"the server's method cannot be summed: {reason}")
+        more, trees = self._question(kind)(header, parts)
+        return more, method.summand(trees["update"]) if kind == "train" else next(iter(trees.values()))
 
     def _half(self, header: Header) -> ClientHalf:
         """The client half of the method that the server's experiment names."""

@@ -13,7 +13,7 @@ from typing import Any
 from redgrape import methods
 from redgrape.errors import BusyError, ConfigError, DataError, Diverged, RedgrapeError, StorageError, TooFewClients
 from redgrape.experiment import Experiment
-from redgrape.flower.folder import Deployment
+from redgrape.flower.folder import FEWEST_IN_SUM, Deployment, DeployOptions
 from redgrape.flower.link import Link
 from redgrape.store import RunFolder
 from redgrape.training import RunState, Step
@@ -27,8 +27,8 @@ class Died(RedgrapeError):
     """The server's part of a run has ended without a word."""
 
 
-def check(experiment: Experiment) -> None:
-    """Raise ConfigError for what cannot be deployed."""
+def check(experiment: Experiment, options: DeployOptions) -> None:
+    """Raise ConfigError for what cannot be deployed, or not so."""
     if experiment.method.name not in methods.names():
         raise ConfigError(
             f"'{experiment.method.name}' is a method of your own, and sites run no code that comes with an experiment; "
@@ -37,6 +37,24 @@ def check(experiment: Experiment) -> None:
     if experiment.data.validation:
         raise ConfigError(
             "data.validation holds examples out at the server, which has none of the sites'; leave it out"
+        )
+    if options.secure_aggregation:
+        _check_sums(experiment)
+
+
+def _check_sums(experiment: Experiment) -> None:
+    """Raise ConfigError where secure sums over the sites are not enough."""
+    if reason := experiment.method.create().why_not_summed():
+        able = [name for name in methods.names() if methods.load(name)().why_not_summed() is None]
+        raise ConfigError(
+            f"method '{experiment.method.name}' cannot run with secure aggregation: {reason}. With their defaults "
+            f"{', '.join(able)} can; or set secure_aggregation=false in deploy.toml and every site.toml"
+        )
+    asked = experiment.clients_per_round
+    if asked is not None and asked < FEWEST_IN_SUM:
+        raise ConfigError(
+            f"clients_per_round is {asked}, and a secure sum needs at least {FEWEST_IN_SUM} sites; ask more, or none "
+            "for all"
         )
 
 

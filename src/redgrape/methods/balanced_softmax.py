@@ -33,6 +33,7 @@ class BalancedSoftmax(FedAvg):
     )
 
     presets: ClassVar = {"paper": {}}
+    summable: ClassVar[bool] = True
     fidelity: ClassVar[str] = (
         "from a secondary source, which states its loss; the sources of the counts are ours, and `estimated` is an "
         "estimator of our own"
@@ -45,6 +46,9 @@ class BalancedSoftmax(FedAvg):
 
     def survey(self, site: ClientSite) -> Tree:
         return class_prior.survey(self.prior, site)
+
+    def why_not_summed(self) -> str | None:
+        return class_prior.why_not_summed(self.prior) or super().why_not_summed()
 
     def privacy(self) -> str:
         return class_prior.privacy(self.prior)

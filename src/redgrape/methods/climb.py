@@ -80,6 +80,9 @@ class Climb(FedAvg):
                 f"'received_loss' is {float(update['received_loss'])}; a cross-entropy is not negative"
             )
 
+    def why_not_summed(self) -> str:
+        return "its server weighs every client by a dual variable of its own"
+
     def server_update(self, server: Tree, updates: Mapping[ClientId, Tree], site: ServerSite) -> Tree:
         answers = list(updates.values())
         clients = torch.tensor(list(updates))

@@ -76,6 +76,8 @@ class Creff(ClassReports, FedAvg):
 
     cheap: ClassVar = {"retrain_epochs": 2, "match_steps": 2, "features_per_class": 3}
     assumes: ClassVar[str] = "class presence may be seen"
+    summable: ClassVar[bool] = True
+    class_group: ClassVar[str] = "class_gradients"
 
     def privacy(self) -> str:
         single = (

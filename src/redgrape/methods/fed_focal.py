@@ -29,6 +29,7 @@ class FedFocal(FedAvg):
 
     stacks: ClassVar[bool] = True
     noised: ClassVar[bool] = True
+    summable: ClassVar[bool] = True
     fidelity: ClassVar[str] = (
         "the loss as RedGrape's paper states and uses it; the original also selects clients, from what we know of it "
         "at second hand, and that part is not here"

@@ -35,6 +35,7 @@ class FedAvg(Averaging, Method):
 
     stacks: ClassVar[bool] = True
     noised: ClassVar[bool] = True
+    summable: ClassVar[bool] = True
     fidelity: ClassVar[str] = "from RedGrape's paper, Eq. (2), without its factor 1/|C|, which would shrink every step"
 
     def init_server(self, model: Tensors, site: ServerSite) -> Tree:

@@ -29,6 +29,7 @@ class FedAvgM(FedAvg):
     presets: ClassVar = {"paper": {}}
     stacks: ClassVar[bool] = True
     noised: ClassVar[bool] = True
+    summable: ClassVar[bool] = True
     fidelity: ClassVar[str] = (
         "from a secondary source, which states its update; later work also uses beta 0.97 (CReFF) and 0.2 (FEDIC)"
     )

@@ -34,6 +34,7 @@ class FedDyn(FedAvg):
 
     presets: ClassVar = {"paper": {}}
     stacks: ClassVar[bool] = True
+    summable: ClassVar[bool] = True
     fidelity: ClassVar[str] = (
         "from a secondary source, which states its algorithm; the authors' code scales a by the client's share of the "
         "data and evaluates the clients' mean"
@@ -66,6 +67,9 @@ class FedDyn(FedAvg):
 
     def update_like(self, server: Tree, site: ServerSite) -> Tree:
         return super().update_like(server, site)  # the clients send what FedAvg's do, and no more
+
+    def counts_alike(self, group: str) -> bool:
+        return group.startswith("delta")
 
     def server_update(self, server: Tree, updates: Mapping[ClientId, Tree], site: ServerSite) -> Tree:
         answers = list(updates.values())

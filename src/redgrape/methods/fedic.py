@@ -55,6 +55,9 @@ class Fedic(FedAvg):
         C, d = model["classifier.weight"].shape
         return {"model": model, "calibration": first_calibration(C, d, model["classifier.weight"].dtype)}
 
+    def why_not_summed(self) -> str:
+        return "its server runs every client's own model"
+
     def server_update(self, server: Tree, updates: Mapping[ClientId, Tree], site: ServerSite) -> Tree:
         averaged = self.averaged_model(server["model"], updates)
         y = site.auxiliary_set().labels.to(site.device)

@@ -45,6 +45,7 @@ class FedOpt(FedAvg):
     }
     stacks: ClassVar[bool] = True
     noised: ClassVar[bool] = True
+    summable: ClassVar[bool] = True
     fidelity: ClassVar[str] = (
         "from a secondary source, which states the three updates; the paper searches eta_s per task, and 0.01 is what "
         "others found for CIFAR-100"
@@ -53,6 +54,9 @@ class FedOpt(FedAvg):
     def init_server(self, model: Tensors, site: ServerSite) -> Tree:
         m = zeros_like_parameters(model, site)
         return {"model": model, "m": m, "v": {name: torch.full_like(t, self.tau**2) for name, t in m.items()}}
+
+    def counts_alike(self, group: str) -> bool:
+        return group == "delta" and self.client_weights == "uniform"
 
     def server_update(self, server: Tree, updates: Mapping[ClientId, Tree], site: ServerSite) -> Tree:
         answers = list(updates.values())

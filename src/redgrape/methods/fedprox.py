@@ -32,6 +32,7 @@ class FedProx(FedAvg):
     }
     stacks: ClassVar[bool] = True
     noised: ClassVar[bool] = True
+    summable: ClassVar[bool] = True
     fidelity: ClassVar[str] = (
         "from a secondary source, which states its term; the paper searches mu in 0.001 to 1, and 0.01 is our default"
     )

@@ -38,6 +38,7 @@ class LogitAdjustment(FedAvg):
     )
 
     presets: ClassVar = {"paper": {}}
+    summable: ClassVar[bool] = True
     fidelity: ClassVar[str] = (
         "from a secondary source, which states its loss and its post-hoc rule; the sources of the prior are ours, and "
         "`estimated` is an estimator of our own"
@@ -54,6 +55,9 @@ class LogitAdjustment(FedAvg):
 
     def survey(self, site: ClientSite) -> Tree:
         return class_prior.survey(self.prior, site)
+
+    def why_not_summed(self) -> str | None:
+        return class_prior.why_not_summed(self.prior) or super().why_not_summed()
 
     def privacy(self) -> str:
         return class_prior.privacy(self.prior)

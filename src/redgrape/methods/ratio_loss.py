@@ -42,6 +42,7 @@ class RatioLoss(FedAvg):
 
     presets: ClassVar = {"paper": {}, "released": {"auxiliary_epochs": 1, "clip_norm": 1.0}}
     uses_auxiliary: ClassVar[bool] = True
+    summable: ClassVar[bool] = True
     cheap: ClassVar = {"auxiliary_epochs": 1}
     fidelity: ClassVar[str] = (
         "from the authors' code read at second hand, with which the paper's own text was not compared; the monitor "

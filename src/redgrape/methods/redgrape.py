@@ -125,6 +125,8 @@ class RedGrape(ClassReports, FedAvg):
 
     assumes: ClassVar[str] = "class presence may be seen"
     noised: ClassVar[bool] = True
+    summable: ClassVar[bool] = True
+    class_group: ClassVar[str] = "prototypes"
     fidelity: ClassVar[str] = (
         "from the paper, with the preset `released` after the authors' code; docs/paper.md lists every choice"
     )
@@ -247,6 +249,19 @@ class RedGrape(ClassReports, FedAvg):
     @property
     def reports_classes(self) -> bool:
         return self.use_prototypes
+
+    def why_not_summed(self) -> str | None:
+        if self.prototype_rank is not None:
+            return (
+                f"prototype_rank={self.prototype_rank} sends prototypes as factors, which do not add up; none is exact"
+            )
+        if self.prototype_precision == "half":
+            return "prototype_precision=half sends prototypes with exponents, which do not add up; choose single"
+        if self.prototype_clip is not None:
+            return "prototype_clip shortens single prototypes at the server"
+        if self.asks_first():
+            return "prototype_message=sum asks every client for its classes; choose table"
+        return super().why_not_summed()
 
     def solvable(self, num_classes: int) -> int:
         return min(num_classes - 1, self.prototype_rank or num_classes)  # of a rank below n, some have no trace in it

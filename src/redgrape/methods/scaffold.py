@@ -37,6 +37,7 @@ class Scaffold(FedAvg):
 
     presets: ClassVar = {"paper": {}}
     stacks: ClassVar[bool] = True
+    summable: ClassVar[bool] = True
     fidelity: ClassVar[str] = (
         "from a secondary source, which states option II; with momentum, which the paper does not have, S counts "
         "effective steps, and with clipping, which it has not either, c_i is biased"
@@ -78,6 +79,9 @@ class Scaffold(FedAvg):
 
     def update_like(self, server: Tree, site: ServerSite) -> Tree:
         return {**super().update_like(server, site), "delta_c": server["c"]}
+
+    def counts_alike(self, group: str) -> bool:
+        return group.startswith("delta")
 
     def server_update(self, server: Tree, updates: Mapping[ClientId, Tree], site: ServerSite) -> Tree:
         answers = list(updates.values())

@@ -1,0 +1,79 @@
+"""Named tensors as whole numbers, which can be added modulo a power of two, and back.
+
+Whole numbers stay what they are. A real number x becomes the whole number nearest to 2^28 x. Over n sites
+
+    |sum| < 2^61           so each adds at most 2^61 / n in whole numbers, and reals below 2^33 / n
+    error of a sum         at most n 2^-29; of a mean by weights that add up to w, n 2^-29 / w
+
+Nothing is cut off: a number beyond the range is an error at the site that has it.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from redgrape import tree
+from redgrape.errors import Diverged
+from redgrape.tree import Tensors, Tree
+
+FRACTION = 28  # bits after the point
+BITS = 62  # of a number and its sign
+
+Numbers: TypeAlias = NDArray[np.int64]
+Layout: TypeAlias = list[tuple[str, str, list[int]]]  # name, "real" or "whole", shape; equal at all sites
+
+
+def error_of_sum(sites: int) -> float:
+    """How far the sum of real numbers of so many sites may be off."""
+    return sites * 0.5**FRACTION / 2
+
+
+def encode(values: Tree, sites: int) -> tuple[Layout, Numbers]:
+    """Diverged where a number is not finite, or so large that a sum over this many sites could leave the range."""
+    layout: Layout = []
+    parts = [np.zeros(0, np.int64)]
+    most = 2 ** (BITS - 1) // sites
+    for name, t in tree.flatten(values).items():
+        is_real = t.is_floating_point()
+        scaled = torch.round(t.double() * 2**FRACTION) if is_real else t.long()
+        if not bool(((scaled > -most) & (scaled < most)).all()):  # also where it is not finite
+            limit = most / 2**FRACTION if is_real else most
+            raise Diverged(f"'{name}' has a number that is not finite or not below {limit:.3g}, the range of the sum")
+        layout.append((name, "real" if is_real else "whole", list(t.shape)))
+        parts.append(scaled.long().flatten().numpy())
+    return layout, np.concatenate(parts)
+
+
+def decode(layout: Layout, total: Numbers) -> dict[str, Any]:
+    """The sum by its names: int64 and float64."""
+    flat: Tensors = {}
+    ends = 0
+    for name, kind, shape in layout:
+        begins, ends = ends, ends + math.prod(shape)
+        values = torch.from_numpy(total[begins:ends].copy()).reshape(shape)
+        flat[name] = values.double() / 2**FRACTION if kind == "real" else values
+    return tree.unflatten(flat)
+
+
+def length(layout: Layout) -> int:
+    return sum(math.prod(shape) for _, _, shape in layout)
+
+
+def checked_layout(sent: Any) -> Layout:
+    """A layout as a site has sent it; ValueError where it is none."""
+    try:
+        layout = [(str(name), str(kind), [int(n) for n in shape]) for name, kind, shape in sent]
+        tree.check_leaves(tree.unflatten({name: torch.zeros(0) for name, _, _ in layout}), "its layout")
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"its layout cannot be read: {error}") from error
+    names = {name for name, _, _ in layout}
+    if len(names) < len(layout) or any(
+        kind not in ("real", "whole") or min(shape, default=0) < 0 for _, kind, shape in layout
+    ):
+        raise ValueError("its layout cannot be")
+    return layout
