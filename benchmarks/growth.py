@@ -3,24 +3,26 @@
     python benchmarks/growth.py --plot docs/images/growth.png --json growth.json
 
 Every point is a run of a few rounds in a process of its own, on random data, with one worker except where workers are
-counted. Seconds: the median round after the first. Memory: the highest resident memory of the run over that of a
-process that has only imported what it needs. Exponents are fitted to the upper half of each line, where what does not
-grow has lost its weight: 1 means proportional.
+counted: the median of three, in turns. Seconds: the median round after the first. Memory: the highest resident memory
+of the run, data included, over that of a process that has only imported what it needs, sampled twenty times a second;
+what processes share counts once. Exponents are fitted to the upper half of each line, where what does not grow has lost
+its weight: 1 means proportional.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import resource
 import statistics
 import subprocess
 import sys
+import time
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from scale import figures
 
 LINES: dict[str, tuple[str, list[int]]] = {
     "all": ("clients in all, 20 of them sampled", [100, 1000, 10_000, 100_000]),
@@ -42,11 +44,14 @@ def main() -> None:
     options = parser.parse_args()
     if options.point:
         line, value = options.point
-        print(json.dumps(point(line, int(value))))
+        print(point(line, int(value)))
         return
     found: dict[str, list[dict[str, float]]] = {}
     for line in options.lines:
-        found[line] = [measured(line, value) for value in LINES[line][1]]
+        turns = [[measured(line, value) for value in LINES[line][1]] for _ in range(3)]
+        found[line] = [
+            {name: statistics.median(p[name] for p in same) for name in same[0]} for same in zip(*turns, strict=True)
+        ]
         print(f"{line}: {found[line]}", file=sys.stderr)
     print("| grows | from, to | seconds a round | exponent | MB | exponent |\n|---|---|---|---|---|---|")
     for line, points in found.items():
@@ -64,12 +69,23 @@ def main() -> None:
 
 def measured(line: str, value: int) -> dict[str, float]:
     command = [sys.executable, __file__, "--point", line, str(value)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    answer: dict[str, float] = json.loads(done.stdout)
-    return {"value": value, **answer}
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdin is not None and process.stdout is not None
+        process.stdout.readline()
+        imported = highest = figures(process.pid)["resident"]
+        process.stdin.write("go on\n")
+        process.stdin.flush()
+        while process.poll() is None:
+            highest = max(highest, figures(process.pid)["resident"])
+            time.sleep(0.05)
+        if process.returncode:
+            sys.exit(f"{line} {value} ended with code {process.returncode}")
+        seconds = float(process.stdout.read())
+    return {"value": value, "seconds": seconds, "memory": highest - imported}
 
 
-def point(line: str, value: int) -> dict[str, float]:
+def point(line: str, value: int) -> float:
+    """Seconds of a round. Says when everything is imported, and waits to be told to go on."""
     from redgrape.data.examples import Examples
     from redgrape.data.federation import Federation
     from redgrape.methods.fedavg import FedAvg
@@ -92,6 +108,8 @@ def point(line: str, value: int) -> dict[str, float]:
         method = RedGrape(**training_options)
     if line == "classes_rank":
         method = RedGrape(**training_options, prototype_rank=4)
+    print("imported", flush=True)
+    sys.stdin.readline()
     random = np.random.default_rng(0)
     count = setting["all"] * setting["examples"]
     x, y = random.random((count, 32), dtype=np.float32), random.integers(0, setting["classes"], count)
@@ -99,7 +117,6 @@ def point(line: str, value: int) -> dict[str, float]:
         Examples(x, y), np.split(np.arange(count), setting["all"]), Examples(x[:256], y[:256]), setting["classes"]
     )
     build = partial(net, setting["features"], setting["classes"])
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with Training(
         method,
         federation,
@@ -110,8 +127,7 @@ def point(line: str, value: int) -> dict[str, float]:
         evaluate_every=100,
     ) as training:
         seconds = [step.seconds["train"] for step in training.steps()]
-    after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return {"seconds": statistics.median(seconds[1:]), "memory": max(1, after - before) << 10}
+    return statistics.median(seconds[1:])
 
 
 def net(features: int, classes: int) -> Any:
@@ -133,26 +149,26 @@ def draw(found: dict[str, list[dict[str, float]]], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(2, 4, figsize=(13, 6), constrained_layout=True)
-    for axis in axes.flat[len(found) :]:
-        axis.axis("off")
-    for axis, (line, points) in zip(axes.flat, found.items(), strict=False):
+    figure, axes = pyplot.subplots(
+        2, len(found), figsize=(2.1 * len(found), 5), sharex="col", sharey="row", squeeze=False, constrained_layout=True
+    )
+    rows = (("seconds", 1.0, "#0072B2"), ("memory", 2.0**20, "#D55E00"))
+    for column, (line, points) in zip(axes.T, found.items(), strict=True):
         values = [p["value"] for p in points]
-        axis.loglog(values, [p["seconds"] for p in points], "o-", color="#0072B2")
-        axis.set_title(LINES[line][0], fontsize=9)
-        axis.set_ylabel("seconds a round", color="#0072B2")
-        axis.grid(alpha=0.3)
-        right = axis.twinx()
-        right.loglog(values, [p["memory"] / 2**20 for p in points], "s--", color="#D55E00")
-        right.set_ylabel("MB", color="#D55E00")
-        axis.text(
-            0.04,
-            0.93,
-            f"seconds ~ n^{exponent(points, 'seconds'):.2f}\nmemory ~ n^{exponent(points, 'memory'):.2f}",
-            transform=axis.transAxes,
-            va="top",
-            fontsize=8,
-        )
+        for axis, (name, unit, colour) in zip(column, rows, strict=True):
+            measured = [p[name] / unit for p in points]
+            axis.loglog(values, measured, "o-", color=colour)
+            proportional = [measured[-1] * value / values[-1] for value in values]
+            axis.loglog(values, proportional, ":", color="#8d99a6", zorder=1)
+            axis.set_title(f"~ n^{exponent(points, name):.2f}", fontsize=9)
+            axis.set_xticks(values, [f"{value:,}" for value in values], rotation=90, fontsize=7)
+            axis.minorticks_off()
+            axis.grid(alpha=0.3)
+        column[1].set_xlabel(LINES[line][0].replace(", ", ",\n").replace(" (", "\n(", 1), fontsize=8)
+    for axis, label, (low, high) in zip(axes[:, 0], ("seconds a round", "MB"), ((0.005, 5), (10, 2000)), strict=True):
+        axis.set_ylabel(label)
+        axis.set_ylim(low, high)
+    figure.suptitle("The cost of a round (dotted: proportional)", fontsize=10)
     figure.savefig(path, dpi=110)
 
 

@@ -244,7 +244,7 @@ def test_npz_holds_out_a_test_set_without_a_common_row(tmp_path: Path) -> None:
     )
     assert sorted(train + test) == list(range(61))
     assert source.clients is not None
-    assert source.clients.tolist() == list(range(49))
+    assert source.clients.tolist() == [2 * row - 30 for row in train]
     assert source.class_names == ["0", "1", "2"]
 
 
@@ -258,7 +258,7 @@ def test_npz_with_a_test_mask(tmp_path: Path) -> None:
     assert source.train.labels.tolist() == [0, 1, 1]
     assert source.test.labels.tolist() == [1, 0]
     assert source.clients is not None
-    assert source.clients.tolist() == [1, 0, 1]
+    assert source.clients.tolist() == [9, 4, 9]
     assert source.class_names == ["no", "yes", "maybe"]
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gzip
 import hashlib
 import importlib.util
+import io
 import os
 import subprocess
 import sys
@@ -19,10 +20,12 @@ import numpy as np
 import pytest
 import torch
 from pydantic import ValidationError
+from rich.console import Console
 
 from redgrape.data import sources
 from redgrape.data.augment import Augment
 from redgrape.data.prepare import DataOptions, prepare
+from redgrape.data.show import describe
 from redgrape.data.sources import DATASETS, data_root, load
 from redgrape.errors import ConfigError, DataError
 
@@ -266,6 +269,25 @@ def test_natural_clients_of_an_npz_survive_validation_and_the_long_tail(tmp_path
     assert federation.class_counts.tolist() == [75, 47, 29, 18]
     for k in range(5):
         assert (federation.client(k).inputs(torch.arange(federation.size(k)), torch.float32)[:, 1] == k).all()
+    assert federation.client_names == ["0", "10", "20", "30", "40"]  # by number, so that 100 would come last
+
+
+def test_clients_go_by_the_names_that_the_data_gives_them(tmp_path: Path) -> None:
+    y = np.arange(60) % 3
+    client = np.array(["west", "north", "south"])[np.arange(60) // 3 % 3]
+    client[0] = "gone"  # its only example is in the test set
+    test = np.arange(60) < 6
+    np.savez(tmp_path / "own.npz", x=np.eye(60, dtype=np.float32), y=y, client=client, test=test)
+    options = {"source": str(tmp_path / "own.npz"), "imbalance": "natural"}
+    federation = prepare(DataOptions(**options, partition="natural"), 0)
+    assert federation.client_names == ["north", "south", "west"]
+    for name, part in zip(federation.client_names, federation.parts, strict=True):
+        assert set(client[~test][part]) == {name}
+    shown = describe(federation)
+    console = Console(file=io.StringIO(), width=120)
+    console.print(shown)
+    assert [w for w in console.file.getvalue().split() if w in ("west", "north", "south")] == federation.client_names
+    assert prepare(DataOptions(**options, clients=2, partition="iid"), 0).client_names == ["0", "1"]
 
 
 def test_augmentation_of_vectors_is_refused(tmp_path: Path) -> None:

@@ -212,8 +212,8 @@ def test_suites_share_cells() -> None:
         for name, shared in (("fig_lambda", 1), ("fig_threshold", 1), ("fig_two_stream", 2), ("table6", 18)):
             assert len(identities(name, scale) & table1) == shared
         assert not table1 & identities("table2", scale)
-    assert len(identities("cifar10_resnet8", "study") & identities("table1", "study")) == 3
-    assert len(identities("ablations", "study") & identities("table1", "study")) == 2
+    assert len(identities("cifar10_resnet8", "quick") & identities("table1", "quick")) == 3
+    assert len(identities("ablations", "quick") & identities("table1", "quick")) == 2
 
 
 def test_settings_are_those_of_the_appendix() -> None:

@@ -31,8 +31,13 @@ def main() -> None:
     options = parser.parse_args()
     measured = [json.loads(path.read_text()) for path in options.files]
     panels = [(run, net, found["rows"]) for run in measured for net, found in run["nets"].items()]
-    figure, axes = pyplot.subplots(1, len(panels), figsize=(4.3 * len(panels), 3.2), constrained_layout=True)
-    for axis, (run, net, rows) in zip(axes if len(panels) > 1 else [axes], panels, strict=True):
+    columns, lines = min(2, len(panels)), -(-len(panels) // 2)
+    figure, axes = pyplot.subplots(
+        lines, columns, figsize=(4.8 * columns, 2.8 * lines), squeeze=False, constrained_layout=True
+    )
+    for axis in axes.flat[len(panels) :]:
+        axis.axis("off")
+    for axis, (run, net, rows) in zip(axes.flat, panels, strict=False):
         names = list(rows)
         train, evaluate = (
             [

@@ -26,6 +26,7 @@ def show(options: argparse.Namespace) -> None:
             "split": federation.fingerprint(),
             "class_names": federation.class_names,
             "class_counts": federation.class_counts.tolist(),
+            "client_names": federation.client_names,
             "client_counts": federation.client_counts.tolist(),
         }
         print(json.dumps(figures))

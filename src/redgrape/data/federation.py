@@ -58,6 +58,7 @@ class Federation:
         validation: Examples | None = None,
         auxiliary: Examples | None = None,
         class_names: Sequence[str] | None = None,
+        client_names: Sequence[str] | None = None,
         tail: Sequence[int] | None = None,
     ) -> None:
         if not clients:
@@ -77,7 +78,7 @@ class Federation:
         )
         ends = np.cumsum([len(c) for c in clients])
         parts = [np.arange(end - len(c), end) for c, end in zip(clients, ends, strict=True)]
-        self._set(pooled, parts, test, num_classes, validation, auxiliary, class_names, tail)
+        self._set(pooled, parts, test, num_classes, validation, auxiliary, class_names, client_names, tail)
 
     @classmethod
     def from_parts(
@@ -90,11 +91,12 @@ class Federation:
         validation: Examples | None = None,
         auxiliary: Examples | None = None,
         class_names: Sequence[str] | None = None,
+        client_names: Sequence[str] | None = None,
         tail: Sequence[int] | None = None,
     ) -> Federation:
         """The same from one array of training examples and each client's rows of it, without a copy."""
         federation = cls.__new__(cls)
-        federation._set(train, parts, test, num_classes, validation, auxiliary, class_names, tail)
+        federation._set(train, parts, test, num_classes, validation, auxiliary, class_names, client_names, tail)
         return federation
 
     def _set(
@@ -106,12 +108,15 @@ class Federation:
         validation: Examples | None,
         auxiliary: Examples | None,
         class_names: Sequence[str] | None,
+        client_names: Sequence[str] | None,
         tail: Sequence[int] | None,
     ) -> None:
         if not isinstance(num_classes, int) or num_classes < 2:
             raise DataError(f"num_classes is {num_classes}; there must be at least 2 classes")
         if class_names is not None and len(class_names) != num_classes:
             raise DataError(f"{len(class_names)} class names for {num_classes} classes")
+        if client_names is not None and len(client_names) != len(parts):
+            raise DataError(f"{len(client_names)} client names for {len(parts)} clients")
         if not any(len(part) for part in parts):
             raise DataError("no client holds any example")
         rows = np.concatenate([np.asarray(part, dtype=np.int64) for part in parts])
@@ -139,6 +144,7 @@ class Federation:
         self.auxiliary = auxiliary
         self.num_classes = num_classes
         self.class_names = list(class_names) if class_names is not None else [str(c) for c in range(num_classes)]
+        self.client_names = [str(k) for k in (range(len(parts)) if client_names is None else client_names)]
         owner = np.repeat(np.arange(len(parts)), [len(part) for part in parts])
         counts = np.bincount(owner * num_classes + train.labels.numpy()[rows], minlength=len(parts) * num_classes)
         self.client_counts = counts.reshape(len(parts), num_classes)

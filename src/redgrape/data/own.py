@@ -214,7 +214,7 @@ def _from_npz(path: Path, seed: int, hold_out: bool) -> Source:
     if len(x) == 0:
         raise DataError(f"{path}: x holds no examples")
     _same_length(path, "y", y, x)
-    clients = _integers(arrays["client"], f"{path}: client") if "client" in arrays else None
+    clients = _numbers_or_names(arrays["client"], f"{path}: client") if "client" in arrays else None
     if clients is not None:
         _same_length(path, "client", clients, x)
     if "x_test" in arrays or "y_test" in arrays:
@@ -238,8 +238,6 @@ def _from_npz(path: Path, seed: int, hold_out: bool) -> Source:
         clients = None if clients is None else clients[train_rows]
     if len(train) == 0 or (len(test) == 0 and hold_out):
         raise DataError(f"{path} gives {len(train)} training and {len(test)} test examples; both need at least one")
-    if clients is not None:
-        clients = np.unique(clients, return_inverse=True)[1].astype(np.int64)
     return Source(path.stem, train, test, names, clients)
 
 
@@ -334,6 +332,14 @@ def _integers(values: Any, what: str) -> Any:
     if values.ndim != 1 or values.dtype.kind not in "iu":
         raise DataError(f"{what} holds {values.dtype} of shape {values.shape}; it must be one row of whole numbers")
     return values.astype(np.int64)
+
+
+def _numbers_or_names(values: Any, what: str) -> Any:
+    if values.ndim != 1 or values.dtype.kind not in "iuU":
+        raise DataError(
+            f"{what} holds {values.dtype} of shape {values.shape}; it must be one row of whole numbers or of strings"
+        )
+    return values
 
 
 def _same_length(path: Path, name: str, values: Any, x: Any) -> None:

@@ -7,7 +7,7 @@ are not comparable: see each kind's docstring.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -26,7 +26,7 @@ CREFF_GROUP = 10
 
 
 def partition(
-    labels: Rows, kind: str, clients: int, alpha: float, seed: int, natural: Rows | None = None
+    labels: Rows, kind: str, clients: int, alpha: float, seed: int, natural: NDArray[Any] | None = None
 ) -> list[Rows]:
     """Each client's rows, sorted. `natural` holds each row's client for the kind of that name, which takes the number
     of clients from it and needs neither `clients` nor `alpha`."""
@@ -135,7 +135,7 @@ def _iid(labels: Rows, clients: int, alpha: float, seed: int) -> Rows:
     return owner
 
 
-def _natural(labels: Rows, natural: Rows | None) -> tuple[Rows, int]:
+def _natural(labels: Rows, natural: NDArray[Any] | None) -> tuple[Rows, int]:
     """The clients that the data names, numbered in sorted order; those left without a row drop out."""
     if natural is None:
         raise DataError(

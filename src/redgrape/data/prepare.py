@@ -100,6 +100,9 @@ def prepare(options: DataOptions, seed: int, root: Path | None = None) -> Federa
         validation=source.train.take(held_out) if options.validation else None,
         auxiliary=source.train.take(auxiliary) if options.auxiliary else None,
         class_names=source.class_names,
+        client_names=None
+        if natural is None or options.partition != "natural"
+        else [str(name) for name in np.unique(natural)],
         tail=options.tail_classes if options.imbalance == "binary" else None,
     )
 

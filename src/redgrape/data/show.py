@@ -69,7 +69,7 @@ def draw(federation: Federation, path: Path) -> None:
                 colour = "white" if float(norm(float(count))) > 0.45 else "#222222"
                 below.text(c, client, count, ha="center", va="center", fontsize=7, color=colour)
     _label_axis(below.xaxis, federation.class_names, map_width)
-    _label_axis(below.yaxis, [str(k) for k in range(clients)], map_height)
+    _label_axis(below.yaxis, federation.client_names, map_height)
     if 0.08 * max(map(len, federation.class_names)) > map_width / classes:
         below.tick_params(axis="x", rotation=90)
     below.set_xlabel("class")
@@ -128,8 +128,8 @@ def _clients_by_classes(federation: Federation) -> RenderableType:
     table = Table(title="Training examples of each client and class", title_justify="left")
     for heading in ("client", *federation.class_names, "all"):
         table.add_column(cell(heading), justify="right")
-    for client, counts in enumerate(federation.client_counts):
-        table.add_row(str(client), *(str(n) if n else "." for n in counts), str(counts.sum()))
+    for name, counts in zip(federation.client_names, federation.client_counts, strict=True):
+        table.add_row(cell(name), *(str(n) if n else "." for n in counts), str(counts.sum()))
     table.add_section()
     totals = federation.class_counts
     table.add_row("all", *map(str, totals), str(totals.sum()))

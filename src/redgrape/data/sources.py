@@ -34,14 +34,14 @@ if TYPE_CHECKING:
 class Source:
     """Data before it is divided: training and test examples, which share no row.
 
-    clients: the natural partition, each training row's client, where the data names clients.
+    clients: the natural partition, each training row's client by number or name, where the data names clients.
     """
 
     name: str
     train: Examples
     test: Examples
     class_names: list[str]
-    clients: Labels | None = None
+    clients: NDArray[Any] | None = None
 
 
 @dataclass(frozen=True)

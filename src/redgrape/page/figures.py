@@ -4,7 +4,8 @@ Runs of one setting differ by method and seed alone, so their curves may stand s
 
     settings   [{title, facts, methods: [{label, runs, hyper, file, toml, commands}]}]
     runs       {id: {seed, state, done, result, per_class, confusion, norms, served, split, ...}}
-    splits     {fingerprint: {class_names, known, class_counts, client_counts, groups, order: from head to tail}}
+    splits     {fingerprint: {class_names, known, class_counts, client_names, client_counts, groups, order: from head to
+               tail}}
     rounds     {id: {round: [...], accuracy: [...], ...}}: a column a figure, null where there is none
     damaged    [{name, reason}]
 
@@ -79,14 +80,18 @@ def _split(reading: Reading) -> dict[str, Any] | None:
     known = environment["class_counts"] is not None  # else only the sites of a deployment know
     counts = [int(n) for n in environment["class_counts"]] if known else [0] * len(names)
     clients = [[int(n) for n in row] for row in environment["client_counts"]] if known else []
+    client_names = [text(name) for name in environment.get("client_names", range(len(clients)))] if known else []
     groups = {group: [int(c) for c in environment["groups"][group]] for group in GROUPS}
     group_of = {c: group for group, classes in groups.items() for c in classes}
     if len(names) != len(counts) or any(len(row) != len(counts) for row in clients):
         raise ValueError("class names, class counts and client counts are of different lengths")
+    if len(client_names) != len(clients):
+        raise ValueError("client names and client counts are of different lengths")
     return {
         "class_names": names,
         "known": known,
         "class_counts": counts,
+        "client_names": client_names,
         "client_counts": clients,
         "order": sorted(range(len(counts)), key=lambda c: (GROUPS.index(group_of.get(c, "head")), -counts[c], c)),
         "groups": [group_of[c] if known else group_of.get(c, "") for c in range(len(counts))],

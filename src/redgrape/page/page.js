@@ -521,14 +521,15 @@ function holdingCard() {
   if (!seeds.size) return card(title, READ.holding, missing("The data of this run has not been prepared yet."));
   const name = seeds.has(chosen.split) ? chosen.split : [...seeds.keys()][0];
   if (!data.splits[name].known) return card(title, READ.holding, missing("Only the sites know: the data is theirs."));
-  const { order, class_names: names, class_counts: totals, client_counts: counts } = data.splits[name];
+  const { order, class_names: names, class_counts: totals, client_names: clients, client_counts: counts } =
+    data.splits[name];
   const most = Math.log(largest(counts.flat()) + 1);
   const map = heatMap({
     label: "Training examples of each client and class",
-    rows: counts.map((_, client) => String(client)), rowTitle: "client",
+    rows: clients, rowTitle: "client",
     columns: order.map((c) => names[c]), columnTitle: "class, from head to tail",
     value: (client, i) => counts[client][order[i]], strength: (count) => Math.log(count + 1) / most, format: compact,
-    tipOf: (client, i) => [`client ${client}, class ${names[order[i]]}`,
+    tipOf: (client, i) => [`client ${clients[client]}, class ${names[order[i]]}`,
       `${plural(counts[client][order[i]], "example")} of ${totals[order[i]]}`],
   });
   const seedChoice = choice("split", "the split of", [...seeds].map(([key, seed]) => [key, `seed ${seed}`]), name);
