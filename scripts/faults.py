@@ -11,7 +11,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-TESTS = ["faults", "configurations", "strangers", "store", "updates", "robust", "deploy_slow", "deploy_refusals"]
+TESTS = ["faults", "configurations", "strangers", "store", "updates", "robust"]
+TESTS += ["deploy_slow", "deploy_refusals", "secure_sum", "deploy_secure"]
 BEGIN, END = "<!-- faults:begin -->", "<!-- faults:end -->"
 
 

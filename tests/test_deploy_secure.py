@@ -165,7 +165,7 @@ def test_a_round_is_the_local_one_s_to_the_stated_bound(
         torch.testing.assert_close(ours[name], t, rtol=1e-4, atol=1e-5, msg=name)
     assert all(len(record["answered"]) == 3 for record in deployment.metrics(thrice))
     print(f"{method}: largest difference after a round {worst:.3g}")
-    tally(f"a round by secure sums is the local one's to the bound, {method}", 1, 1, f"largest difference {worst:.1e}")
+    tally("a round by secure sums is the local engine's to the bound", 1, 1, part=method)
 
 
 def test_what_the_server_receives_of_a_site_is_masked(deployment: Watched, tally: Callable[..., None]) -> None:
@@ -202,9 +202,7 @@ def test_what_the_server_receives_of_a_site_is_masked(deployment: Watched, tally
     tally("what the server receives of a site is masked", len(SITES), hidden)
 
 
-def test_models_are_evaluated_at_the_sites_by_sums(
-    tmp_path: Path, federated: Federated, tally: Callable[..., None]
-) -> None:
+def test_models_are_evaluated_at_the_sites_by_sums(tmp_path: Path, federated: Federated) -> None:
     with Watched(tmp_path, federated, "--like", federated.folder / "test.npz") as deployment:
         deployment.start()
         deployment.run("a", *SMALL, "--rounds", 1)
@@ -239,6 +237,6 @@ def test_a_site_killed_in_a_round_is_left_out_and_the_next_waits_for_it(
         assert answered == [[0, 1, 2], [0, 1], [0, 1, 2], [0, 1, 2]], answered
         ours = tree.flatten(deployment.server_state("killed"))
         for name, t in tree.flatten(_locally_without(deployment, "killed", {2: {2}})).items():
-            torch.testing.assert_close(ours[name], t, rtol=1e-2, atol=1e-3, msg=name)
+            torch.testing.assert_close(ours[name], t, rtol=1e-3, atol=1e-4, msg=name)
         tally("a site killed in a secure round is left out of it", 1, 1)
     assert not still_there(tmp_path)
