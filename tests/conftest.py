@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+
+# A shell's background jobs ignore SIGINT, and so would every command that a test starts there and interrupts.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 CLASS_SIZES = [24, 16, 10, 6]
 

@@ -261,7 +261,7 @@ def test_the_study_of_table_2_is_a_known_experiment() -> None:
         "creff": {"name": "creff", "preset": "appendix"},
         "climb": {"name": "climb"},
         "fed_focal": {"name": "fed_focal"},
-        "ratio_loss": {"name": "ratio_loss"},
+        "ratio_loss": {"name": "ratio_loss", "clip_norm": 1.0},
     }.items():
         (cell,) = description.load("table2").cells("study", None, ["mnist", "ir=100", name])
         experiment = Experiment.parse({**values, "method": {**local, **method}})

@@ -122,7 +122,6 @@ def start(arguments: list[str], log: Path, prepare: Callable[[], None] = lambda:
     pid = os.fork()
     if pid == 0:
         os.setsid()
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
         fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(fd, 1)
         os.dup2(fd, 2)
