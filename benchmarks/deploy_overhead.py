@@ -4,8 +4,8 @@
 
 The net is linear and each site holds a few vectors, so that training takes milliseconds and all else is overhead. Once
 with Flower's commands as they come (a SuperNode looks for messages every three seconds and starts a process for each,
-which imports Flower), once as `redgrape deploy site` starts them, and once like that with secure aggregation, which takes
-four messages a round. The first round is left out: sites join in it.
+which imports Flower), once as `redgrape deploy site` starts them, and once like that with secure aggregation, which
+takes four messages a round. The first round is left out: sites join in it.
 """
 
 from __future__ import annotations
