@@ -4,7 +4,8 @@
 
 The net is linear and each site holds a few vectors, so that training takes milliseconds and all else is overhead. Once
 with Flower's commands as they come (a SuperNode looks for messages every three seconds and starts a process for each,
-which imports Flower), once as `redgrape deploy site` starts them. The first round is left out: sites join in it.
+which imports Flower), once as `redgrape deploy site` starts them, and once like that with secure aggregation, which
+takes four messages a round. The first round is left out: sites join in it.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ def _data(folder: Path) -> None:
         np.savez(folder / f"{name}.npz", x=(stream.normal(size=(40, 8)) + y[:, None]).astype(np.float32), y=y)
 
 
-def measure(kind: type[SiteRole], rounds: int, folder: Path) -> list[float]:
+def measure(kind: type[SiteRole], rounds: int, folder: Path, *, secure: bool = False) -> list[float]:
     """Seconds of each round after the first."""
     folder.mkdir()
     _data(folder)
@@ -61,6 +62,7 @@ def measure(kind: type[SiteRole], rounds: int, folder: Path) -> list[float]:
             "bind": "127.0.0.1",
             "port": _free_port(),
             "test": str(folder / "test.npz"),
+            "secure_aggregation": secure,
             "data": {"classes": ("0", "1", "2", "3"), "shape": (8,), "input": "float"},
         }
     )
@@ -95,8 +97,12 @@ def main() -> None:
     options = parser.parse_args()
     results = {}
     with tempfile.TemporaryDirectory() as folder:
-        for name, kind in (("as Flower comes", AsFlowerComes), ("redgrape deploy site", SiteRole)):
-            seconds = measure(kind, options.rounds, Path(folder) / name.replace(" ", "-"))
+        for name, kind, secure in (
+            ("as Flower comes", AsFlowerComes, False),
+            ("redgrape deploy site", SiteRole, False),
+            ("secure aggregation", SiteRole, True),
+        ):
+            seconds = measure(kind, options.rounds, Path(folder) / name.replace(" ", "-"), secure=secure)
             results[name] = {"median": statistics.median(seconds), "least": min(seconds), "most": max(seconds)}
             print(f"{name:22} {results[name]['median']:6.2f} s a round (from {min(seconds):.2f} to {max(seconds):.2f})")
     if options.out:

@@ -226,11 +226,11 @@ def test_a_site_killed_in_a_round_is_left_out_and_the_next_waits_for_it(
     with Watched(tmp_path, federated, "--test", federated.folder / "test.npz", "--min-count", "1") as deployment:
         deployment.set(deadlines__round=300)
         deployment.start()
-        options = [*SMALL, *OPEN["redgrape"], "-c", "method.lr=0.001", "-c", "method.epochs=800"]
+        options = [*SMALL, *OPEN["redgrape"], "-c", "method.lr=0.001", "-c", "method.epochs=400"]
         run = deployment.begin_run("killed", *options, "--rounds", 4)
-        wait_for(lambda: len(deployment.received(stage="shares", round=2)) == 3, "the shares of round 2")
+        wait_for(lambda: len(deployment.received(stage="shares", round=2)) == 3, "the shares of round 2", 600)
         deployment.sites["west"].kill_all()  # while it trains
-        wait_for(lambda: int(deployment.journal().get("round", 0)) >= 2, "the end of round 2")
+        wait_for(lambda: int(deployment.journal().get("round", 0)) >= 2, "the end of round 2", 600)
         deployment.start_site("west")
         assert run.process.wait(timeout=600) == 0, run.text() + deployment.words()
         answered = [record["answered"] for record in deployment.metrics("killed")]

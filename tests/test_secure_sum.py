@@ -100,10 +100,11 @@ def test_the_sum_is_exact_with_every_loss_that_is_tolerated(sites: int, tally: C
         summed = party.sum()
         tried += 1
         inside = [k for k in range(sites) if drops.get(k, "revealed") == "revealed"]
-        assert list(summed.answered) == inside and set(summed.lost) == set(drops), drops
+        assert list(summed.answered) == inside, drops
+        assert set(summed.lost) == set(drops) - set(inside), drops
         right += party.is_right(summed)
     tally("sites lost at any stage of a secure sum, which is exact for the others", tried, right, part=str(sites))
-    assert right == tried >= {3: 10, 4: 12, 5: 60}[sites]
+    assert right == tried == {3: 10, 4: 17, 5: 181}[sites]
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -199,8 +200,9 @@ def test_a_site_whose_answer_cannot_be_read_is_left_out(what: str) -> None:
     stage, change = MALFORMED[what]
     party = Party(5, changed=_lie(stage, change))
     summed = party.sum()
-    assert party.is_right(summed) and set(summed.lost) == {1}
-    assert (1 in summed.answered) == (stage == "revealed")
+    assert party.is_right(summed)
+    assert (1 in summed.answered) == (stage == "revealed")  # what it adds had arrived before
+    assert set(summed.lost) == set(range(5)) - summed.answered.keys()
 
 
 def test_false_shares_give_no_sum() -> None:
@@ -394,8 +396,7 @@ def test_a_site_that_is_lost_in_a_round_is_left_out_of_it(tmp_path: Path, federa
     folder, said = _run(_quick(deployment), Leaving(deployment, sites, 101, stage), "a")
     answered = [[0, 1, 2], [0, 1, 2] if stage == "revealed" else [0, 2], [0, 1, 2]]
     assert [record["answered"] for record in folder.metrics()] == answered
-    if stage != "revealed":
-        assert any("site 'south' was not there" in words for words in said)
+    assert any("site 'south' was not there" in words for words in said) == (stage != "revealed")
 
 
 def test_with_too_few_sites_a_round_fails_and_the_run_goes_on_later(tmp_path: Path, federated: Federated) -> None:

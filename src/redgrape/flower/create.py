@@ -78,7 +78,8 @@ PATH is a folder with a sub-folder for each class, or an `.npz` file with `x`, `
 numbered, `class_names`. The classes are: {classes}. You need not hold all of them. An input has the shape {shape}
 ({input}).{evaluation}
 
-What leaves your site: {leaves}
+What leaves your site:
+{leaves}
 These limits are in `site.toml` and are kept here, whatever the server asks for. The server chooses the method and its
 settings; it also sends the Flower app, which is code: take part only with a server that you trust that far.
 

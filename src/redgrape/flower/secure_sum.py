@@ -206,8 +206,9 @@ class _Sum:
             total = _unmasked([m.arrays for m in masked.values()], secrets, arrived, lost, keys)
         except ValueError as error:
             raise SumFailed("the sites' shares of the secrets do not fit together", self._lost) from error
-        layout = masked[arrived[0]].layout
-        return Summed(fixed_point.decode(layout, total), {k: m.header for k, m in masked.items()}, self._lost)
+        outside = {k: why for k, why in self._lost.items() if k not in masked}
+        answered = {k: m.header for k, m in masked.items()}
+        return Summed(fixed_point.decode(masked[arrived[0]].layout, total), answered, outside)
 
     def _stage(self, stage: str, letters: Letters, read: Callable[[ClientId, Reply], _Read]) -> dict[ClientId, _Read]:
         """The answers to one stage that can be read, in the order of the sites; the others are lost."""
