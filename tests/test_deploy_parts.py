@@ -20,7 +20,7 @@ import torch
 
 pytest.importorskip("flwr")
 
-from flwr.app import Message, RecordDict
+from flwr.app import Error, Message, RecordDict
 from flwr.supercore.task_identity import TaskIdentity
 
 from deployments import CLASSES, SITES, Federated, locally
@@ -289,6 +289,35 @@ def test_the_engine_gives_the_bits_of_the_local_one(
     assert not (folder.path / "partition.safetensors").exists()
     text = (folder.path / "environment.json").read_text() + (folder.path / "metrics.jsonl").read_text()
     assert '"client_counts": null' in text
+
+
+class Expired(FakeGrid):
+    """Flower's own answer to the first question to each node: the message has expired."""
+
+    def __init__(self, deployment: Deployment, sites: Iterable[Site]) -> None:
+        super().__init__(deployment, sites)
+        self.asked: set[int] = set()
+
+    def push_messages(self, messages: list[Any]) -> list[str]:
+        numbers = super().push_messages(messages)
+        for message, number in zip(messages, numbers, strict=True):
+            if message.metadata.dst_node_id not in self.asked:
+                self.asked.add(message.metadata.dst_node_id)
+                self._answers[number] = Message(Error(0, "Message Unavailable"), reply_to=message)
+        return numbers
+
+
+def test_a_node_for_which_flower_has_an_error_is_asked_again(
+    deployment: Deployment, sites: list[Site], federated: Federated
+) -> None:
+    """Busy with a run whose server has died, all nodes can miss the first question of the next; none is refused."""
+    grid = Expired(deployment, sites)
+    folder, said = _run(deployment, grid, "a")
+    assert [kind for _, kind in grid.kinds[:6]] == ["join"] * 6
+    assert not any("refused" in words for words in said)
+    state, _ = folder.latest()
+    assert state is not None
+    assert tree.equal(state.server, locally(folder.experiment(), federated))
 
 
 def test_a_silent_site_is_left_out_at_the_deadline(deployment: Deployment, sites: list[Site]) -> None:
