@@ -52,7 +52,7 @@ def main() -> None:
         found[line] = [
             {name: statistics.median(p[name] for p in same) for name in same[0]} for same in zip(*turns, strict=True)
         ]
-        print(f"{line}: {found[line]}", file=sys.stderr)
+        print(f"{line}: {turns}", file=sys.stderr)
     print("| grows | from, to | seconds a round | exponent | MB | exponent |\n|---|---|---|---|---|---|")
     for line, points in found.items():
         ends = points[0], points[-1]

@@ -242,7 +242,8 @@ class Local:
         self.close()
 
 
-def locally(experiment: Experiment, federated: Federated) -> Any:
+def locally(experiment: Experiment, federated: Federated, **more: Any) -> Any:
+    """The server's state after the same experiment without a deployment. `more`: for Training, such as an engine."""
     federation = federated.local()
     with Training(
         experiment.method.create(),
@@ -251,6 +252,7 @@ def locally(experiment: Experiment, federated: Federated) -> Any:
         rounds=experiment.rounds,
         clients_per_round=experiment.clients_per_round,
         seed=experiment.seed,
+        **more,
     ) as training:
         model = {name: t.clone() for name, t in experiment.first_model(federation).items()}
         for step in training.steps(model=model):

@@ -315,6 +315,7 @@ def test_a_node_for_which_flower_has_an_error_is_asked_again(
     folder, said = _run(deployment, grid, "a")
     assert [kind for _, kind in grid.kinds[:6]] == ["join"] * 6
     assert not any("refused" in words for words in said)
+    assert sum("is asked again: Message Unavailable" in words for words in said) == 3
     state, _ = folder.latest()
     assert state is not None
     assert tree.equal(state.server, locally(folder.experiment(), federated))

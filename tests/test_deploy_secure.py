@@ -15,12 +15,11 @@ import torch
 
 pytest.importorskip("flwr")
 
-from deployments import SITES, Federated, Local, still_there, wait_for
+from deployments import SITES, Federated, Local, locally, still_there, wait_for
 from redgrape import tree
 from redgrape.engines import Answer, Lost
 from redgrape.engines.in_process import InProcess
 from redgrape.flower import fixed_point, secure_sum
-from redgrape.training import Training
 from test_deploy_slow import _locally_without
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
@@ -111,28 +110,20 @@ class Catching(InProcess):
 
     def run_clients(self, broadcast: Any, tasks: Any, round: int) -> Iterator[tuple[int, Answer | Lost]]:
         answers = dict(super().run_clients(broadcast, tasks, round))
-        self.updates = {k: answer.update for k, answer in answers.items() if isinstance(answer, Answer)}
+        if round == 1:
+            self.updates = {k: answer.update for k, answer in answers.items() if isinstance(answer, Answer)}
         yield from answers.items()
 
 
 def _first_updates(deployment: Local, name: str) -> dict[int, Any]:
     """What each site would have sent in the first round of this run without secure aggregation."""
-    experiment, federation = deployment.folder(name).experiment(), deployment.federated.local()
     engines: list[Catching] = []
 
     def engine(half: Any) -> Catching:
         engines.append(Catching(half))
         return engines[0]
 
-    with Training(
-        experiment.method.create(),
-        federation,
-        experiment.builder(federation),
-        rounds=experiment.rounds,
-        seed=experiment.seed,
-        engine=engine,
-    ) as training:
-        next(training.steps(model=experiment.first_model(federation)))
+    locally(deployment.folder(name).experiment(), deployment.federated, engine=engine)
     return engines[0].updates
 
 

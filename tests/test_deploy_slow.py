@@ -14,11 +14,10 @@ import pytest
 
 pytest.importorskip("flwr")
 
-from deployments import SITES, Federated, Local, Running, still_there, wait_for
+from deployments import SITES, Federated, Local, Running, locally, still_there, wait_for
 from redgrape import tree
 from redgrape.engines import Answer, Lost
 from redgrape.engines.in_process import InProcess
-from redgrape.training import Training
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
@@ -95,18 +94,8 @@ class Absent:
 
 
 def _locally_without(deployment: Local, name: str, away: Mapping[int, set[int]]) -> Any:
-    experiment, federation = deployment.folder(name).experiment(), deployment.federated.local()
-    with Training(
-        experiment.method.create(),
-        federation,
-        experiment.builder(federation),
-        rounds=experiment.rounds,
-        seed=experiment.seed,
-        engine=lambda half: Absent(InProcess(half), away),  # type: ignore[arg-type,return-value]
-    ) as training:
-        for step in training.steps(model=experiment.first_model(federation)):
-            server = step.state.server
-    return server
+    experiment = deployment.folder(name).experiment()
+    return locally(experiment, deployment.federated, engine=lambda half: Absent(InProcess(half), away))
 
 
 def _away(deployment: Local, name: str) -> dict[int, set[int]]:

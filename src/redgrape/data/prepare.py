@@ -92,6 +92,9 @@ def prepare(options: DataOptions, seed: int, root: Path | None = None) -> Federa
     rows = remaining[longtail.choose(labels[remaining], sizes, seed)]
     natural = None if source.clients is None else source.clients[rows]
     parts = partition(labels[rows], options.partition, options.clients, options.alpha, seed, natural)
+    client_names = None
+    if natural is not None and options.partition == "natural":
+        client_names = [str(name) for name in np.unique(natural)]  # in the order of the parts
     return Federation.from_parts(
         replace(source.train, augment=augmentation(options, source.train.x.dim())),
         [rows[part] for part in parts],
@@ -100,9 +103,7 @@ def prepare(options: DataOptions, seed: int, root: Path | None = None) -> Federa
         validation=source.train.take(held_out) if options.validation else None,
         auxiliary=source.train.take(auxiliary) if options.auxiliary else None,
         class_names=source.class_names,
-        client_names=None
-        if natural is None or options.partition != "natural"
-        else [str(name) for name in np.unique(natural)],
+        client_names=client_names,
         tail=options.tail_classes if options.imbalance == "binary" else None,
     )
 

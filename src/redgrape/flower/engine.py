@@ -76,6 +76,7 @@ class FlowerEngine:
         self._reach = KEPT * experiment.checkpoint_every + 1  # rounds that a resume may go back
         self._members: dict[int, _Member] = {}  # by node id
         self._refused: dict[int, str] = {}  # the same, with since when
+        self._failed: dict[int, str] = {}  # the same, with what Flower last said of it
 
     def run_clients(
         self, broadcast: Tree, tasks: Mapping[ClientId, Task], round: int
@@ -309,7 +310,13 @@ class FlowerEngine:
         question = {"kind": "join", "deadline": JOIN, "protocol": PROTOCOL}
         letters = {i: wire.pack(question, {}) for i in new}
         for i, message in self._exchange("join", letters, "0", JOIN):
-            if message is None or message.has_error():  # nothing of the node's own words: it is asked again
+            if message is None:
+                continue
+            if message.has_error():  # Flower's words, not the node's: it may only have been busy, and is asked again
+                reason = " ".join(str(message.error.reason).split())[:300]
+                if self._failed.get(i) != reason:
+                    self._failed[i] = reason
+                    self._say(f"a node did not say who it is, and is asked again: {reason}")
                 continue
             try:
                 site = self._welcome(nodes[i], message)
