@@ -59,6 +59,7 @@ class Table:
     standings: Sequence[Standing]
     entries: Sequence[Entry]
     cuts: Sequence[str]
+    departures: Sequence[str]
     notes: Sequence[str]
     command: str
 
@@ -82,6 +83,7 @@ def build(
     *,
     scale: str | None = None,
     cuts: Sequence[str] = (),
+    departures: Sequence[str] = (),
     on: str = "test",
     command: str = "",
 ) -> Table:
@@ -109,7 +111,7 @@ def build(
                     comparisons={reference: paired(ours, theirs) for reference, theirs in others.items()},
                 )
             )
-    return Table(suite, scale, on, standings, entries, cuts, _notes(standings), command)
+    return Table(suite, scale, on, standings, entries, cuts, departures, _notes(standings), command)
 
 
 def _by_seed(group: Sequence[Standing], measure: str, on: str) -> dict[int, float]:
@@ -305,6 +307,8 @@ def caption(table: Table) -> list[str]:
         lines.append(f"scale {table.scale}, cut against scale paper: {' · '.join(table.cuts)}")
     elif table.scale is not None:
         lines.append(f"scale {table.scale}")
+    if table.departures:
+        lines.append(f"where the paper has otherwise, or is silent, at every scale: {' · '.join(table.departures)}")
     return [*lines, *[f"note: {note}" for note in table.notes]]
 
 
@@ -433,6 +437,7 @@ def as_values(table: Table) -> dict[str, Any]:
         "on": table.on,
         "command": table.command,
         "cuts": list(table.cuts),
+        "departures": list(table.departures),
         "notes": list(table.notes),
         "rows": list(table.suite.rows),
         "columns": list(table.suite.columns),
