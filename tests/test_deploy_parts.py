@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterable
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,11 +28,11 @@ from deployments import CLASSES, SITES, Federated, locally
 from redgrape import cli, tree
 from redgrape.errors import ConfigError, DataError, StorageError, TooFewClients
 from redgrape.experiment import Experiment
-from redgrape.flower import certificates, processes, site_data, wire
+from redgrape.flower import certificates, doctor, processes, site_data, wire
 from redgrape.flower.create import create, deployed, renew
 from redgrape.flower.deployed_run import DeployedRun
-from redgrape.flower.folder import Deployment, DeployOptions, SiteFolder
-from redgrape.flower.launch import SitesOnly
+from redgrape.flower.folder import DataAgreement, Deployment, DeployOptions, SiteFolder
+from redgrape.flower.launch import SitesOnly, guard
 from redgrape.flower.site import Site
 from redgrape.flower.site_states import SiteStates
 from redgrape.store import RunFolder
@@ -376,6 +377,52 @@ def test_other_machines_reach_only_what_is_for_sites() -> None:
     ask("/v1/fleet/pull-messages", "10.0.0.9")
     ask("/v1/control/start-run", "10.0.0.1")
     assert reached == ["/v1/fleet/pull-messages", "/v1/control/start-run"]
+
+
+def test_what_flower_serves_is_guarded_or_nothing_is_served() -> None:
+    """Whatever trust in headers the environment asks for, a client's address is that of its connection."""
+    served: dict[str, Any] = {}
+
+    def run(app: Any, **options: Any) -> None:
+        served.update(options, app=app)
+
+    flower = SimpleNamespace(uvicorn=SimpleNamespace(run=run))
+    guard(flower)
+    flower.uvicorn.run(app="theirs", host="10.0.0.1", proxy_headers=True)
+    assert isinstance(served["app"], SitesOnly)
+    assert (served["host"], served["proxy_headers"]) == ("10.0.0.1", False)
+    for unknown in (SimpleNamespace(), SimpleNamespace(uvicorn=SimpleNamespace())):
+        with pytest.raises(SystemExit, match="could not be closed"):
+            guard(unknown)
+    assert import_module("flwr.superlink.cli.flower_superlink").uvicorn.run  # what is replaced in the real one
+
+
+def test_clocks_are_held_to_what_flower_accepts() -> None:
+    hows = [doctor._clock_finding(ahead).how for ahead in (0.3, 3.5, 4.5, 30.0, -30.0, -100.0, -300.0)]
+    assert hows == ["good", "good", "bad", "bad", "good", "warning", "bad"]
+
+
+def test_a_site_may_hold_one_class_and_keeps_its_images_to_itself(tmp_path: Path) -> None:
+    image = pytest.importorskip("PIL.Image")
+    for row in range(3):
+        path = tmp_path / "pictures" / "b" / f"{row}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        image.fromarray(np.full((2, 2), row, np.uint8)).save(path)
+    agreed = DataAgreement(classes=("a", "b"), shape=(1, 2, 2), input="uint8")
+    cache = tmp_path / "cache"
+    cache.mkdir(mode=0o755)
+    train, _ = site_data.load(tmp_path / "pictures", cache, agreed, hold_out=False)
+    assert train.labels.tolist() == [1, 1, 1]
+    assert cache.stat().st_mode & 0o077 == 0
+
+
+@pytest.mark.skipif(os.name != "posix", reason="modes of files")
+def test_what_a_process_writes_is_for_its_owner_alone(tmp_path: Path) -> None:
+    written = tmp_path / "written"
+    command = [sys.executable, "-c", f"print('held'); open({str(written)!r}, 'w').close()"]
+    process = processes.Owned(command, dict(os.environ), tmp_path / "log")
+    process.process.wait(timeout=60)
+    assert [path.stat().st_mode & 0o777 for path in (written, tmp_path / "log")] == [0o600, 0o600]
 
 
 def still_runs(pid: int) -> bool:

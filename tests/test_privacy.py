@@ -624,6 +624,23 @@ def test_epsilon_never_decreases_when_rounds_are_done_again(
     assert epsilons == sorted(epsilons)
 
 
+@needs_accountant
+def test_a_run_does_not_go_on_where_its_ledger_lost_rounds(tiny: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
+    """Or epsilon would begin again, too small."""
+    folder = carried_out(tmp_path / "run", private_run(tiny) | {"rounds": 5}, rounds=3)
+    lines = folder.path / "privacy.jsonl"
+    whole = lines.read_bytes()
+    lines.write_bytes(b"".join(whole.splitlines(keepends=True)[:-1]))
+    with pytest.raises(StorageError, match="does not tell of round 3"):
+        carried_out(folder.path, {})
+    lines.unlink()
+    with pytest.raises(StorageError, match="does not tell of round 1"):
+        carried_out(folder.path, {})
+    lines.write_bytes(whole)
+    carried_out(folder.path, {})
+    assert [r["round"] for r in PrivacyLedger(folder.path).releases()] == [1, 2, 3, 4, 5]
+
+
 KILLED = """
 import sys
 from pathlib import Path
