@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tomli_w
 import torch
 
 pytest.importorskip("flwr")
@@ -24,17 +25,21 @@ from flwr.app import Error, Message, RecordDict
 from flwr.supercore.task_identity import TaskIdentity
 
 from deployments import CLASSES, SITES, Federated, locally
-from redgrape import cli, tree
+from redgrape import cli, methods, tree
 from redgrape.errors import ConfigError, DataError, StorageError, TooFewClients
 from redgrape.experiment import Experiment
 from redgrape.flower import certificates, processes, site_data, wire
 from redgrape.flower.create import create, deployed, renew
 from redgrape.flower.deployed_run import DeployedRun
+from redgrape.flower.floors import why_refused
 from redgrape.flower.folder import Deployment, DeployOptions, SiteFolder
 from redgrape.flower.launch import SitesOnly
 from redgrape.flower.site import Site
 from redgrape.flower.site_states import SiteStates
+from redgrape.method import ClientSite
+from redgrape.methods.fedavg import FedAvg
 from redgrape.store import RunFolder
+from redgrape.tree import Tree
 
 RUN = "0123456789abcdef"
 
@@ -177,6 +182,8 @@ def _question(kind: str = "train", **changes: Any) -> dict[str, Any]:
         ({"protocol": 0}, "protocol 0"),
         ({"experiment": "[method]\nname = '/tmp/evil.py'"}, "not one of redgrape's own"),
         ({"experiment": "[method]\nname = 'redgrape'\nmin_count = 3"}, "fewer than 8 examples"),
+        ({"kind": "survey", "experiment": "[method]\nname = 'balanced_softmax'"}, "choose prior=local or estimated"),
+        ({"kind": "survey", "experiment": "[method]\nname = 'logit_adjustment'"}, "fewer than 8 examples"),
         ({"experiment": "=" * 9}, "not valid TOML"),
         ({"state": 5}, "no state of round 5"),
         ({"run": "../../x", "state": 5}, "no name of a run"),
@@ -192,6 +199,49 @@ def test_a_site_answers_an_error_in_one_line(
     header, parts = site.answer(_question(**changes), {})
     assert said in header["error"] and "\n" not in header["error"]
     assert parts == {}
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "class counts": ({"name": "balanced_softmax"}, "prior=global asks every client how many examples of each class"),
+    "the floor of examples": ({"name": "redgrape", "preset": "private", "min_count": 7}, "method.min_count is 7"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_sites_would_refuse_is_refused_before_anything_starts(
+    tmp_path: Path, case: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By `deploy run` and the doctor by deploy.toml, as by a site by its site.toml."""
+    create(tmp_path / "d", options())
+    method, said = REFUSED[case]
+    (tmp_path / "d/experiment.toml").write_text(tomli_w.dumps({"method": method}))
+    assert cli.run(["deploy", "run", str(tmp_path / "d")]) == 2
+    captured = capsys.readouterr()
+    assert said in captured.err and captured.err.count("\n") == 1
+    assert list((tmp_path / "d/runs").iterdir()) == []
+    assert cli.run(["doctor", str(tmp_path / "d")]) == 2
+    assert " ".join(said.split()[:2]) in capsys.readouterr().out
+    parsed = Experiment.parse({"method": method}).method.create()
+    assert said in str(why_refused(parsed, SiteFolder(tmp_path / "d/sites/north").options))
+
+
+def test_a_survey_of_class_counts_is_for_open_sites_and_secure_sums() -> None:
+    for name in ("balanced_softmax", "logit_adjustment"):
+        method = methods.load(name)
+        assert why_refused(method(prior="global"), options()) is not None
+        assert why_refused(method(prior="global"), options(min_count=1)) is None
+        assert why_refused(method(prior="global"), options(secure_aggregation=True)) is None
+        assert why_refused(method(prior="local"), options()) is None
+        assert why_refused(method(prior="estimated"), options()) is None
+
+
+def test_a_survey_of_which_nothing_is_said_counts_as_one_of_class_counts() -> None:
+    class Asks(FedAvg):
+        def survey(self, site: ClientSite) -> Tree:
+            return {"something": torch.ones(1)}
+
+    assert "its survey asks" in str(why_refused(Asks(), options()))
+    assert why_refused(FedAvg(), options()) is None
 
 
 def test_the_doctor_says_what_is_wrong(

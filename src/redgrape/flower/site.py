@@ -31,7 +31,7 @@ from redgrape.data.prepare import augmentation
 from redgrape.engines import ClientHalf, Task
 from redgrape.errors import ConfigError, DataError, RedgrapeError
 from redgrape.experiment import Experiment
-from redgrape.flower import site_data
+from redgrape.flower import floors, site_data
 from redgrape.flower.federation import PartialFederation
 from redgrape.flower.folder import SiteFolder
 from redgrape.flower.site_states import SiteStates
@@ -178,12 +178,8 @@ class Site:
 
     def _client_half(self, experiment: Experiment) -> ClientHalf:
         method, options = experiment.method.create(), self.options
-        promised = getattr(method, "min_count", None)
-        if promised is not None and promised < options.min_count:
-            raise ConfigError(
-                f"the server's experiment has min_count={promised}, and this site reports no class of which it holds "
-                f"fewer than {options.min_count} examples (min_count in its site.toml)"
-            )
+        if reason := floors.why_refused(method, options):
+            raise ConfigError(f"this site does not take part in the server's experiment: {reason}")
         augment = augmentation(experiment.data, 1 + len(options.data.shape))
         train = replace(self.train, augment=augment)
         federation = PartialFederation(

@@ -13,6 +13,7 @@ from typing import Any
 from redgrape import methods
 from redgrape.errors import BusyError, ConfigError, DataError, Diverged, RedgrapeError, StorageError, TooFewClients
 from redgrape.experiment import Experiment
+from redgrape.flower import floors
 from redgrape.flower.folder import FEWEST_IN_SUM, Deployment, DeployOptions
 from redgrape.flower.link import Link
 from redgrape.store import RunFolder
@@ -40,6 +41,8 @@ def check(experiment: Experiment, options: DeployOptions) -> None:
         )
     if options.secure_aggregation:
         _check_sums(experiment)
+    if reason := floors.why_refused(experiment.method.create(), options):
+        raise ConfigError(reason)
 
 
 def _check_sums(experiment: Experiment) -> None:
