@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import socket
@@ -339,6 +340,43 @@ def test_the_engine_gives_the_bits_of_the_local_one(
     assert not (folder.path / "partition.safetensors").exists()
     text = (folder.path / "environment.json").read_text() + (folder.path / "metrics.jsonl").read_text()
     assert '"client_counts": null' in text
+
+
+def test_evaluations_at_the_sites_keep_to_the_floor(tmp_path: Path, federated: Federated) -> None:
+    """After a fifth is held out the sites train with [24, 10, 2, 0], [16, 0, 7, 4] and [6, 13, 1, 10] examples: only
+    rows from 8 on are sent, and of cedar nobody's. All that reads the run copes with a class without a figure."""
+    create(tmp_path / "d", options())
+    deployment = Deployment(tmp_path / "d")
+    sites = [Site(SiteFolder(deployment.site(name)), federated.data(name)) for name in SITES]
+    sent: list[list[int]] = []
+
+    class Watching(FakeGrid):
+        def push_messages(self, messages: list[Any]) -> list[str]:
+            numbers = super().push_messages(messages)
+            for number in numbers:
+                _, parts = wire.unpack(self._answers[number].content)
+                if "scores" in parts:
+                    sent.append(tree.from_bytes(parts["scores"])["confusion"].sum(dim=1).tolist())
+            return numbers
+
+    folder, _ = _run(deployment, Watching(deployment, sites), "a", rounds=2, method={"name": "fedavg"})
+    assert sent[:3] == [[6, 2, 0, 0], [4, 0, 0, 0], [0, 3, 0, 2]]
+    test = folder.metrics()[-1]["test"]
+    assert test["per_class"][2] is None and None not in test["per_class"][:2]
+    known = [share for share in test["per_class"] if share is not None]
+    assert test["balanced"] == sum(known) / 3 and math.isfinite(test["loss"])
+    assert cli.run(["show", str(folder.path)]) == 0
+    assert cli.run(["show", str(folder.path), "--json"]) == 0
+    assert cli.run(["report", str(folder.path), "--out", str(tmp_path / "report")]) == 0
+    assert cli.run(["export", str(folder.path), str(tmp_path / "model")]) == 0
+    assert "| cedar | – | – | – | – |" in (tmp_path / "model/README.md").read_text()
+
+
+def test_a_site_that_is_below_the_floor_in_every_class_evaluates_none(tmp_path: Path, federated: Federated) -> None:
+    create(tmp_path / "d", options(min_count=100))
+    site = Site(SiteFolder(tmp_path / "d/sites/north"), federated.data("north"))
+    header, parts = site.answer(_question("evaluate"), {})
+    assert "tests no class of which it trains with 100 examples" in header["error"] and parts == {}
 
 
 class Expired(FakeGrid):

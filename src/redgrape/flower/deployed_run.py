@@ -1,5 +1,5 @@
-"""A run whose clients are sites. Its folder is like that of any run, without what the server does not know: who holds
-what, and how many examples of a class there are."""
+"""A run whose clients are sites. Its folder is like that of any run, without what the server is not told: who holds
+what, and how many training examples of a class there are. (Of a test set at the sites the evaluation counts them.)"""
 
 from __future__ import annotations
 
