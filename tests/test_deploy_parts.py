@@ -38,7 +38,9 @@ from redgrape.flower.launch import SitesOnly
 from redgrape.flower.site import Site
 from redgrape.flower.site_states import SiteStates
 from redgrape.method import ClientSite
+from redgrape.methods.creff import Creff
 from redgrape.methods.fedavg import FedAvg
+from redgrape.methods.redgrape import RedGrape
 from redgrape.store import RunFolder
 from redgrape.tree import Tree
 
@@ -62,7 +64,7 @@ def federated(tmp_path: Path) -> Federated:
 
 @pytest.fixture
 def deployment(tmp_path: Path, federated: Federated) -> Deployment:
-    create(tmp_path / "deployment", options(test=str(federated.folder / "test.npz"), min_count=1))
+    create(tmp_path / "deployment", options(test=str(federated.folder / "test.npz"), min_count=1, min_clients=1))
     return Deployment(tmp_path / "deployment")
 
 
@@ -183,6 +185,7 @@ def _question(kind: str = "train", **changes: Any) -> dict[str, Any]:
         ({"protocol": 0}, "protocol 0"),
         ({"experiment": "[method]\nname = '/tmp/evil.py'"}, "not one of redgrape's own"),
         ({"experiment": "[method]\nname = 'redgrape'\nmin_count = 3"}, "fewer than 8 examples"),
+        ({"experiment": "[method]\nname = 'redgrape'\nmin_count = 8"}, "fewer than 3 sites report"),
         ({"kind": "survey", "experiment": "[method]\nname = 'balanced_softmax'"}, "choose prior=local or estimated"),
         ({"kind": "survey", "experiment": "[method]\nname = 'logit_adjustment'"}, "fewer than 8 examples"),
         ({"experiment": "=" * 9}, "not valid TOML"),
@@ -205,7 +208,21 @@ def test_a_site_answers_an_error_in_one_line(
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "class counts": ({"name": "balanced_softmax"}, "prior=global asks every client how many examples of each class"),
     "the floor of examples": ({"name": "redgrape", "preset": "private", "min_count": 7}, "method.min_count is 7"),
+    "the floor of sites": ({"name": "redgrape", "preset": "private", "min_clients": 2}, "method.min_clients is 2"),
+    "exact prototypes": (
+        {"name": "redgrape", "preset": "private", "prototype_rank": "none"},
+        "class gradients of up to 9 examples can be solved for every one of them, and this method sends them from 8 on",
+    ),
+    "a rank as high as the floor": (
+        {"name": "redgrape", "preset": "private", "prototype_rank": 8},
+        "class gradients of up to 8 examples",
+    ),
+    "more sites than there are": (
+        {"name": "redgrape", "preset": "private", "min_clients": 4},
+        "method.min_clients is 4, and of a round's 3 clients 3 count",
+    ),
 }
+TEN = {"classes": tuple("abcdefghij"), "shape": (6,), "input": "float"}
 
 
 @pytest.mark.parametrize("case", REFUSED)
@@ -213,7 +230,7 @@ def test_what_sites_would_refuse_is_refused_before_anything_starts(
     tmp_path: Path, case: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """By `deploy run` and the doctor by deploy.toml, as by a site by its site.toml."""
-    create(tmp_path / "d", options())
+    create(tmp_path / "d", options(data=TEN))
     method, said = REFUSED[case]
     (tmp_path / "d/experiment.toml").write_text(tomli_w.dumps({"method": method}))
     assert cli.run(["deploy", "run", str(tmp_path / "d")]) == 2
@@ -222,8 +239,43 @@ def test_what_sites_would_refuse_is_refused_before_anything_starts(
     assert list((tmp_path / "d/runs").iterdir()) == []
     assert cli.run(["doctor", str(tmp_path / "d")]) == 2
     assert " ".join(said.split()[:2]) in capsys.readouterr().out
-    parsed = Experiment.parse({"method": method}).method.create()
-    assert said in str(why_refused(parsed, SiteFolder(tmp_path / "d/sites/north").options))
+    if case != "more sites than there are":
+        parsed = Experiment.parse({"method": method}).method.create()
+        assert said in str(why_refused(parsed, SiteFolder(tmp_path / "d/sites/north").options))
+
+
+def test_exact_prototypes_are_for_sites_whose_floor_is_above_the_classes_and_for_secure_sums() -> None:
+    """With ten classes nine examples can be solved for, and not with noise of a server that sees them before it."""
+    ten = options(data=TEN)
+    assert why_refused(RedGrape.preset("private"), ten) is None
+    assert why_refused(RedGrape.preset("private", prototype_rank=7), ten) is None
+    assert why_refused(RedGrape.preset("private", prototype_rank=None, min_count=10), ten) is None
+    assert "min_count to 10" in str(why_refused(Creff.preset("private"), ten))
+    assert why_refused(Creff.preset("private"), options()) is None  # of four classes three
+    assert why_refused(RedGrape(use_prototypes=False, min_count=8), ten) is None
+    assert (
+        why_refused(RedGrape.preset("private", prototype_rank=None), options(data=TEN, secure_aggregation=True)) is None
+    )
+    assert why_refused(RedGrape(), options(data=TEN, min_count=1, min_clients=1)) is None
+
+
+def test_folders_of_before_the_floor_of_sites_have_the_default(tmp_path: Path, federated: Federated) -> None:
+    create(tmp_path / "d", options(min_clients=1))
+    for path in (tmp_path / "d/deploy.toml", tmp_path / "d/sites/north/site.toml"):
+        assert "min_clients = 1\n" in path.read_text()
+        path.write_text(path.read_text().replace("min_clients = 1\n", ""))
+    assert Deployment(tmp_path / "d").options.min_clients == 3
+    assert SiteFolder(tmp_path / "d/sites/north").options.min_clients == 3
+
+
+@pytest.mark.parametrize("more", [{"min_answers": 4}, {"clients_per_round": 4}])
+def test_more_sites_than_there_are_are_refused_before_anything_starts(
+    tmp_path: Path, more: dict[str, int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    create(tmp_path / "d", options())
+    (tmp_path / "d/experiment.toml").write_text(tomli_w.dumps({**more, "method": {"name": "fedavg"}}))
+    assert cli.run(["deploy", "run", str(tmp_path / "d")]) == 2
+    assert "there are 3 sites, of which" in capsys.readouterr().err
 
 
 def test_a_survey_of_class_counts_is_for_open_sites_and_secure_sums() -> None:

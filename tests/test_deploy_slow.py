@@ -40,7 +40,7 @@ def _deployment(folder: Path, federated: Federated, *flags: object) -> Local:
 def test_five_rounds_of_each_method_have_the_bits_of_the_local_engine(
     tmp_path: Path, federated: Federated, limits: str, tally: Callable[..., None]
 ) -> None:
-    flags = ["--min-count", "1"] if limits == "lowest" else []
+    flags = ["--min-count", "1", "--min-clients", "1"] if limits == "lowest" else []
     with _deployment(tmp_path, federated, *flags) as deployment:
         deployment.start()
         equal = {}

@@ -284,7 +284,12 @@ def federated(tmp_path: Path) -> Federated:
 
 
 def _deployed(tmp_path: Path, federated: Federated, **changes: Any) -> tuple[Deployment, list[Site]]:
-    values = {"test": str(federated.folder / "test.npz"), "min_count": 1, "secure_aggregation": True} | changes
+    values = {
+        "test": str(federated.folder / "test.npz"),
+        "min_count": 1,
+        "min_clients": 1,
+        "secure_aggregation": True,
+    } | changes
     create(tmp_path / "deployment", options(**values))
     deployment = Deployment(tmp_path / "deployment")
     return deployment, [Site(SiteFolder(deployment.site(name)), federated.data(name)) for name in SITES]

@@ -54,6 +54,7 @@ def _described(options: argparse.Namespace) -> DeployOptions:
         "bind": options.bind or options.host,
         "plain": options.plain,
         "min_count": options.min_count,
+        "min_clients": options.min_clients,
         "secure_aggregation": options.secure_aggregation,
         "data": _agreement(options),
     }

@@ -118,7 +118,7 @@ def default_experiment(options: DeployOptions) -> dict[str, Any]:
     presets = methods.load("redgrape").presets
     private = {"preset": PRIVATE_PRESET} if PRIVATE_PRESET in presets else {}
     net = "cnn" if len(options.data.shape) == 3 and min(options.data.shape[1:]) >= 16 else "mlp"
-    method = {"name": "redgrape", **private, "min_count": options.min_count}
+    method = {"name": "redgrape", **private, "min_count": options.min_count, "min_clients": options.min_clients}
     if options.secure_aggregation:
         method["prototype_rank"] = "none"
     return {"rounds": 20, "net": {"name": net}, "method": method}
@@ -203,6 +203,7 @@ def _fill_site(path: Path, name: str, index: int, options: DeployOptions, author
         plain=options.plain,
         evaluates=options.test is None,
         min_count=options.min_count,
+        min_clients=options.min_clients,
         secure_aggregation=options.secure_aggregation,
         data=options.data,
     )

@@ -41,8 +41,16 @@ def check(experiment: Experiment, options: DeployOptions) -> None:
         )
     if options.secure_aggregation:
         _check_sums(experiment)
-    if reason := floors.why_refused(experiment.method.create(), options):
+    method, sites = experiment.method.create(), len(options.sites)
+    if reason := floors.why_refused(method, options):
         raise ConfigError(reason)
+    asked = experiment.clients_per_round or sites
+    if not experiment.min_answers <= asked <= sites:
+        raise ConfigError(
+            f"there are {sites} sites, of which {asked} are asked in a round and {experiment.min_answers} must answer; "
+            "lower clients_per_round or min_answers"
+        )
+    method.check_clients(asked)
 
 
 def _check_sums(experiment: Experiment) -> None:

@@ -127,6 +127,7 @@ class RedGrape(ClassReports, FedAvg):
     noised: ClassVar[bool] = True
     summable: ClassVar[bool] = True
     class_group: ClassVar[str] = "prototypes"
+    less_solvable: ClassVar[str] = "choose preset=private or prototype_rank=1, "
     fidelity: ClassVar[str] = (
         "from the paper, with the preset `released` after the authors' code; docs/paper.md lists every choice"
     )
