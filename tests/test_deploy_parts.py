@@ -28,8 +28,8 @@ from flwr.supercore.task_identity import TaskIdentity
 from deployments import CLASSES, SITES, Federated, locally
 from redgrape import cli, methods, tree
 from redgrape.errors import ConfigError, DataError, StorageError, TooFewClients
-from redgrape.experiment import Experiment
-from redgrape.flower import certificates, processes, site_data, wire
+from redgrape.experiment import Experiment, read_toml
+from redgrape.flower import certificates, processes, site_data, submission, wire
 from redgrape.flower.create import create, deployed, renew
 from redgrape.flower.deployed_run import DeployedRun
 from redgrape.flower.floors import why_refused
@@ -89,6 +89,8 @@ def test_init_writes_what_each_party_needs(deployment: Deployment) -> None:
         (["--sites", "a,../b", "--host", "localhost"], "no name for a site"),
         (["--sites", "a", "--host", "10.1.1.1", "--plain"], "without TLS"),
         (["--sites", "a", "--host", "localhost", "--tail", "5"], "none of the classes"),
+        (["--sites", "a,b", "--host", "localhost"], "there are 2 sites, and a class is released only where 3 of them"),
+        (["--sites", "a,b,c", "--host", "localhost", "--min-clients", "4"], "name at least 4 sites"),
     ],
 )
 def test_what_cannot_be_is_refused_by_init(
@@ -97,6 +99,31 @@ def test_what_cannot_be_is_refused_by_init(
     assert cli.run(["deploy", "init", str(tmp_path / "d"), *words, "--classes", "3", "--shape", "4"]) == 2
     assert said in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("number", "floor", "fewest"), [(2, 2, 2), (3, 3, 2), (4, 3, 2), (5, 3, 3), (1, 1, 1)])
+def test_what_init_writes_can_run(
+    tmp_path: Path, number: int, floor: int, fewest: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With its own experiment, and with no round of one site alone where there are more."""
+    sites = ",".join("abcde"[:number])
+    words = ["--sites", sites, "--host", "localhost", "--min-clients", str(floor), "--classes", "10", "--shape", "4"]
+    assert cli.run(["deploy", "init", str(tmp_path / "d"), *words]) == 0
+    assert ("note: a class is released where" in capsys.readouterr().out) == (number < 5)
+    deployment = Deployment(tmp_path / "d")
+    experiment = Experiment.parse(read_toml(deployment.path / "experiment.toml"))
+    assert experiment.min_answers == fewest
+    submission.check(experiment, deployment.options)
+
+
+def test_a_run_that_one_site_may_make_alone_is_warned_of(
+    deployment: Deployment, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.run(["deploy", "run", str(deployment.path), "--dry-run"]) == 0
+    assert capsys.readouterr().err == ""
+    assert cli.run(["deploy", "run", str(deployment.path), "--dry-run", "-c", "min_answers=1"]) == 0
+    said = capsys.readouterr().err
+    assert said.startswith("warning: min_answers is 1: where a single site") and said.count("\n") == 1
 
 
 def test_without_flower_one_line_tells_what_to_install(

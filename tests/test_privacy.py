@@ -771,6 +771,19 @@ def test_the_report_of_real_sites_tells_only_what_the_server_knows(
     assert leak_in_one_line(facts) is None
 
 
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [(1, "a single client answered, that client's change as it is"), (3, "fewest that answered in a round were 3")],
+)
+def test_the_report_tells_the_fewest_answers_behind_a_round(
+    tiny: Callable[..., dict[str, Any]], tmp_path: Path, asked: int, words: str
+) -> None:
+    folder = carried_out(tmp_path / "run", tiny(rounds=2, clients_per_round=asked, method__name="fedavg"))
+    facts = disclosed(folder)
+    assert facts["fewest_answers"] == asked
+    assert words in " ".join(in_words(facts)["the clients"])
+
+
 def test_the_command(tiny: Callable[..., dict[str, Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = carried_out(tmp_path / "run", tiny(rounds=2, method__name="redgrape"))
     assert cli.run(["privacy", str(folder.path)]) == 0

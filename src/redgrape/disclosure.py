@@ -149,7 +149,10 @@ def _seen_by_clients(method: ClassReports, rounds: Sequence[_Round]) -> dict[str
 def in_words(facts: Mapping[str, Any]) -> dict[str, list[str]]:
     """The same for people: a few sentences for each party."""
     reports = facts["class_reports"]
-    clients = ["the model of every round that they took part in, and so the sum of what the others changed"]
+    clients = [
+        "the model of every round that they took part in, and so the sum of what the others changed"
+        + _fewest_words(facts["fewest_answers"])
+    ]
     server = [
         f"{facts['answers']} updates of the model, each with its client's number of examples and training loss; the "
         "classifier's part of an update tells much about the labels behind it"
@@ -163,6 +166,14 @@ def in_words(facts: Mapping[str, Any]) -> dict[str, list[str]]:
     if reports is not None:
         clients += _client_words(facts, reports["clients"])
     return {"the server": server, "the clients": clients, "differential privacy": _noise_words(facts["noise"])}
+
+
+def _fewest_words(fewest: int | None) -> str:
+    if fewest is None:
+        return ""
+    if fewest == 1:
+        return "; in a round that a single client answered, that client's change as it is"
+    return f"; the fewest that answered in a round were {fewest}"
 
 
 def _sum_words(facts: Mapping[str, Any]) -> list[str]:

@@ -98,6 +98,12 @@ the update of the model in each round, and, with RedGrape, a mean gradient for e
 
 def create(path: Path, options: DeployOptions) -> None:
     """Make the folder, which must not exist or be empty. It appears whole or not at all."""
+    if len(options.sites) < options.min_clients:
+        raise ConfigError(
+            f"there are {len(options.sites)} sites, and a class is released only where {options.min_clients} of them "
+            f"report it: none ever would be; name at least {options.min_clients} sites, or lower --min-clients (of "
+            "what two sites make together, each can take its own part off)"
+        )
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise ConfigError(f"'{path}' exists already and is not an empty folder; name another")
     temporary = path.with_name(f".{path.name}.tmp")
@@ -114,14 +120,16 @@ def create(path: Path, options: DeployOptions) -> None:
 
 
 def default_experiment(options: DeployOptions) -> dict[str, Any]:
-    """RedGrape, private where the method offers it. In a secure sum prototypes are exact: factors do not add up."""
+    """RedGrape, private where the method offers it. In a secure sum prototypes are exact: factors do not add up. A
+    round of one site alone would show its change of the model to all."""
     presets = methods.load("redgrape").presets
     private = {"preset": PRIVATE_PRESET} if PRIVATE_PRESET in presets else {}
     net = "cnn" if len(options.data.shape) == 3 and min(options.data.shape[1:]) >= 16 else "mlp"
     method = {"name": "redgrape", **private, "min_count": options.min_count, "min_clients": options.min_clients}
     if options.secure_aggregation:
         method["prototype_rank"] = "none"
-    return {"rounds": 20, "net": {"name": net}, "method": method}
+    fewest = min(len(options.sites), 3 if len(options.sites) >= 5 else 2)
+    return {"rounds": 20, "min_answers": fewest, "net": {"name": net}, "method": method}
 
 
 def deployed(experiment: Experiment, options: DeployOptions) -> Experiment:

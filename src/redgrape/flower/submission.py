@@ -53,6 +53,17 @@ def check(experiment: Experiment, options: DeployOptions) -> None:
     method.check_clients(asked)
 
 
+def lone_answers(experiment: Experiment, options: DeployOptions) -> str | None:
+    """What to warn of where a round may be made of one site's answer. In a secure sum it cannot."""
+    fewest = max(experiment.min_answers, experiment.method.create().fewest_answers())
+    if options.secure_aggregation or fewest > 1:
+        return None
+    return (
+        "min_answers is 1: where a single site answers in a round, all sites receive its change of the model as it is; "
+        "set min_answers=2 or more"
+    )
+
+
 def _check_sums(experiment: Experiment) -> None:
     """Raise ConfigError where secure sums over the sites are not enough."""
     if reason := experiment.method.create().why_not_summed():
