@@ -27,6 +27,7 @@ from flwr.supercore.task_identity import TaskIdentity
 
 from deployments import CLASSES, SITES, Federated, locally
 from redgrape import cli, methods, tree
+from redgrape.disclosure import disclosed, in_words
 from redgrape.errors import ConfigError, DataError, StorageError, TooFewClients
 from redgrape.experiment import Experiment, read_toml
 from redgrape.flower import certificates, processes, site_data, submission, wire
@@ -444,6 +445,9 @@ def test_evaluations_at_the_sites_keep_to_the_floor(tmp_path: Path, federated: F
     assert test["per_class"][2] is None and None not in test["per_class"][:2]
     known = [share for share in test["per_class"] if share is not None]
     assert test["balanced"] == sum(known) / 3 and math.isfinite(test["loss"])
+    told = " ".join(in_words(disclosed(folder))["the server"])
+    assert "of each site, by 2 evaluations there, how many test examples of which class" in told
+    assert "from 8 examples for training on" in told
     assert cli.run(["show", str(folder.path)]) == 0
     assert cli.run(["show", str(folder.path), "--json"]) == 0
     assert cli.run(["report", str(folder.path), "--out", str(tmp_path / "report")]) == 0

@@ -539,6 +539,21 @@ def test_the_privacy_report_tells_of_sums(tmp_path: Path, federated: Federated) 
     assert "which classes each client holds" not in words
 
 
+def test_the_privacy_report_tells_of_summed_class_counts_and_evaluations(tmp_path: Path, federated: Federated) -> None:
+    deployment, sites = _deployed(tmp_path, federated, test=None, min_count=8)
+    method = {"name": "logit_adjustment", "prior": "global"}
+    folder, _ = _run(deployment, FakeGrid(deployment, sites), "a", rounds=1, method=method)
+    words = " ".join(in_words(disclosed(folder))["the server"])
+    assert (
+        "of all sites together, and of none by itself: Before the first round each client was asked how many" in words
+    )
+    assert "of all sites together, by 1 evaluation there" in words and "for training on" not in words
+    method = {"name": "redgrape", "prototype_weights": "count", "min_count": 8}
+    folder, _ = _run(deployment, FakeGrid(deployment, sites), "b", rounds=1, method=method)
+    words = " ".join(in_words(disclosed(folder))["the server"])
+    assert "of a round's sites together: the number of examples behind every class that is reported" in words
+
+
 def test_a_state_of_a_site_is_named_by_its_round(tmp_path: Path, federated: Federated) -> None:
     """SCAFFOLD's control variates stay at the sites; the server keeps which round they are of."""
     deployment, sites = _deployed(tmp_path, federated)

@@ -54,6 +54,10 @@ class ClassReports(Averaging):
         n examples it has n n unknowns in (C - 1) (n + 1) equations (docs/privacy.md)."""
         return num_classes - 1
 
+    def told_beside_gradients(self) -> list[str]:
+        """What else clients tell of their classes; for the report of a run."""
+        return []
+
     def fewest_contributors(self) -> int:
         """How many clients must report a class for it to be released."""
         return max(self.min_clients, robust.fewest_holders(self.aggregation, self.byzantine))

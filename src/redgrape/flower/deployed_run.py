@@ -78,6 +78,7 @@ class DeployedRun(Run):
             "sites": list(options.sites),
             "secure_aggregation": options.secure_aggregation,
             "evaluated": "sites" if federation.evaluated_elsewhere else "server",
+            "min_count": options.min_count,
             "run": self._name,
             "files": {},
             "stack": 1,
