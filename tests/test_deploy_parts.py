@@ -200,6 +200,46 @@ def test_data_that_does_not_fit_is_refused(tmp_path: Path, arrays: dict[str, Any
         site_data.load(tmp_path / "a.npz", tmp_path, options().data, hold_out=False)
 
 
+def test_a_failure_at_a_site_tells_the_server_no_path(
+    deployment: Deployment, sites: list[Site], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What kind it was, and the rest in the site's log: a damaged state of its own, and what the system says."""
+    site, run = sites[0], deployment.site("north") / "states" / RUN
+    run.mkdir(parents=True)
+    (run / "round-000005").write_bytes(b"damaged" * 9)
+    header, _ = site.answer(_question(state=5), {})
+    assert header["error"] == "StorageError at this site, whose log tells more"
+    assert str(run) in capsys.readouterr().err
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device", str(run))
+
+    monkeypatch.setattr(site, "_train", full)
+    header, _ = site.answer(_question(), {})
+    assert header["error"] == "OSError at this site, whose log tells more"
+    assert f"No space left on device: '{run}'" in capsys.readouterr().err
+
+
+def test_a_site_s_engineer_is_told_all_that_leaves(tmp_path: Path) -> None:
+    def told(name: str, **changes: Any) -> str:
+        create(tmp_path / name, options(**changes))
+        return " ".join((tmp_path / name / "sites/north/README.md").read_text().split())
+
+    plain = told("plain")
+    for words in (
+        "training loss",
+        "RedGrape and CReFF",
+        "your site refuses, because its min_count is 8",
+        "kind of failure",
+    ):
+        assert words in plain
+    assert "taken for which, and the loss, for the classes of which you train with at least 8 examples;" in plain
+    assert "masked" not in plain
+    assert "nothing of a test set" in told("server", test="somewhere")
+    secure = told("secure", secure_aggregation=True)
+    assert "masked" in secure and "your site answers" in secure and "taken for which, and the loss;" in secure
+
+
 def _question(kind: str = "train", **changes: Any) -> dict[str, Any]:
     experiment = Experiment.parse({"net": {"name": "linear"}, "method": {"name": "fedavg"}})
     header = {"kind": kind, "protocol": wire.PROTOCOL, "deadline": 30.0, "round": 1, "run": RUN, "reach": 3}
@@ -218,9 +258,9 @@ def _question(kind: str = "train", **changes: Any) -> dict[str, Any]:
         ({"kind": "survey", "experiment": "[method]\nname = 'logit_adjustment'"}, "fewer than 8 examples"),
         ({"experiment": "=" * 9}, "not valid TOML"),
         ({"state": 5}, "no state of round 5"),
-        ({"run": "../../x", "state": 5}, "no name of a run"),
+        ({"run": "../../x", "state": 5}, "StorageError at this site"),
         ({"deadline": 1e-3}, "not finished within"),
-        ({}, "KeyError"),  # no model came with it
+        ({}, "KeyError at this site, whose log tells more"),  # no model came with it
     ],
 )
 def test_a_site_answers_an_error_in_one_line(
@@ -452,7 +492,25 @@ def test_evaluations_at_the_sites_keep_to_the_floor(tmp_path: Path, federated: F
     assert cli.run(["show", str(folder.path), "--json"]) == 0
     assert cli.run(["report", str(folder.path), "--out", str(tmp_path / "report")]) == 0
     assert cli.run(["export", str(folder.path), str(tmp_path / "model")]) == 0
-    assert "| cedar | – | – | – | – |" in (tmp_path / "model/README.md").read_text()
+    card = (tmp_path / "model/README.md").read_text()
+    assert "| cedar | – | – | – | – |" in card and "of which no client held" not in card
+    assert "test sets of the sites" in card and "classes of which it had at least 8 training examples" in card
+    assert "There are no head and tail" in card
+
+
+@pytest.mark.parametrize("tail", [(), ("beech",)])
+def test_the_card_says_what_is_known_of_test_set_and_tail(
+    tmp_path: Path, federated: Federated, tail: tuple[str, ...]
+) -> None:
+    create(tmp_path / "d", options(test=str(federated.folder / "test.npz"), tail=tail))
+    deployment = Deployment(tmp_path / "d")
+    sites = [Site(SiteFolder(deployment.site(name)), federated.data(name)) for name in SITES]
+    folder, _ = _run(deployment, FakeGrid(deployment, sites), "a", rounds=1, method={"name": "fedavg"})
+    assert cli.run(["export", str(folder.path), str(tmp_path / "model")]) == 0
+    card = (tmp_path / "model/README.md").read_text()
+    assert "Accuracy on a test set of the server's own." in card
+    assert ("The tail are the classes that were named so" in card) == bool(tail)
+    assert "with the most and the fewest training examples" not in card
 
 
 def test_a_site_that_is_below_the_floor_in_every_class_evaluates_none(tmp_path: Path, federated: Federated) -> None:

@@ -79,7 +79,9 @@ numbered, `class_names`. The classes are: {classes}. You need not hold all of th
 ({input}).{evaluation}
 
 What leaves your site:
+
 {leaves}
+
 These limits are in `site.toml` and are kept here, whatever the server asks for. The server chooses the method and its
 settings; it also sends the Flower app, which is code: take part only with a server that you trust that far.
 
@@ -88,12 +90,18 @@ between rounds: keep it while a run goes on.
 """
 
 _LEAVES = """\
-the update of the model in each round, the number of your examples, and, with RedGrape, a mean gradient for each class
-of which you hold at least {min_count} examples."""
+- in each round your update of the model (with some methods also a second one of its size, such as that of
+  SCAFFOLD's control variates), the number of your examples and your mean training loss;
+- with RedGrape and CReFF a mean gradient for each class of which you hold at least {min_count} examples, and so which
+  these classes are; with some settings also how many examples of them you hold;
+- where a method asks for it before the first round, how many examples of each class you hold: {counts};
+- {evaluation};
+- who you are: the name of your site, the versions of redgrape, torch and numpy, and the kind of processor;
+- that something failed, and what kind of failure it was; what it was exactly is in `resident.log`, which stays here."""
 
-_LEAVES_IN_SUMS = """\
-the update of the model in each round, and, with RedGrape, a mean gradient for each class of which you hold at least
-{min_count} examples; but masked, so that the server can read only the sum over all sites (secure aggregation)."""
+_MASKED = """
+
+All but the last two is masked, so that the server can read only the sum over all sites (secure aggregation)."""
 
 
 def create(path: Path, options: DeployOptions) -> None:
@@ -217,7 +225,9 @@ def _fill_site(path: Path, name: str, index: int, options: DeployOptions, author
     )
     _write(path / "site.toml", site.to_toml())
     evaluation = (
-        "\nModels are evaluated at the sites: a fifth of your examples is held out for that." if site.evaluates else ""
+        "\nModels are evaluated at the sites: of data without a test set a fifth is held out for that."
+        if site.evaluates
+        else ""
     )
     words = {
         "name": name,
@@ -226,7 +236,7 @@ def _fill_site(path: Path, name: str, index: int, options: DeployOptions, author
         "shape": " x ".join(map(str, options.data.shape)),
         "input": "pixels as uint8" if options.data.input == "uint8" else "numbers",
         "evaluation": evaluation,
-        "leaves": (_LEAVES_IN_SUMS if options.secure_aggregation else _LEAVES).format(min_count=options.min_count),
+        "leaves": _leaves(site),
     }
     _write(path / "README.md", _SITE_README.format(**words))
     _script(path / "start.sh", 'exec redgrape deploy site "$(dirname "$0")" --data "$@"')
@@ -235,6 +245,20 @@ def _fill_site(path: Path, name: str, index: int, options: DeployOptions, author
         (path / "ca.crt").write_bytes(authority)
         write_private(path / "key", private)
         (path / "key.pub").write_bytes(public)
+
+
+def _leaves(site: SiteOptions) -> str:
+    """What leaves a site, for its engineer."""
+    all_told = site.secure_aggregation or site.min_count == 1
+    counts = "your site answers" if all_told else f"your site refuses, because its min_count is {site.min_count}"
+    floor = "" if all_told else f", for the classes of which you train with at least {site.min_count} examples"
+    evaluation = (
+        f"in an evaluation how often which class of your test set was taken for which, and the loss{floor}"
+        if site.evaluates
+        else "nothing of a test set: models are evaluated at the server"
+    )
+    words = _LEAVES.format(min_count=site.min_count, counts=counts, evaluation=evaluation)
+    return words + _MASKED if site.secure_aggregation else words
 
 
 def _write(path: Path, text: str) -> None:

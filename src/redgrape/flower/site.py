@@ -11,9 +11,12 @@ sum        one stage of a secure sum of what the site would answer to one of the
 
 from __future__ import annotations
 
+import os
 import platform
 import signal
+import sys
 import tomllib
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -90,10 +93,8 @@ class Site:
                     raise ConfigError("this site answers in secure sums alone (secure_aggregation in its site.toml)")
                 more, trees = self._question(kind)(header, parts)
             return back | more, {name: tree.to_bytes(value) for name, value in trees.items()}
-        except (RedgrapeError, NotUnderstood) as error:
-            return back | {"error": " ".join(str(error).split())}, {}
         except Exception as error:  # a site that fails must say so, and be there for the next question
-            return back | {"error": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"}, {}
+            return back | {"error": _for_the_server(error)}, {}
 
     def _question(self, kind: str) -> Callable[[Header, Parts], tuple[Header, dict[str, Tree]]]:
         questions: dict[str, Callable[[Header, Parts], tuple[Header, dict[str, Tree]]]] = {
@@ -202,6 +203,16 @@ class Site:
         )
         build = partial(nets.build, experiment.net.name, options.data.shape, federation.num_classes, experiment.seed)
         return ClientHalf(method, federation, build, experiment.seed, experiment.rounds, _CPU)
+
+
+def _for_the_server(error: Exception) -> str:
+    """What the server is told of a failure. What is wrong with its question it is told in words; of other failures,
+    whose words may name paths or what is in files, only the kind: the rest is for the site's log."""
+    words = " ".join(str(error).split())
+    if isinstance(error, ConfigError | NotUnderstood) or (isinstance(error, RedgrapeError) and os.sep not in words):
+        return words
+    print("".join(traceback.format_exception(error)), file=sys.stderr, flush=True)
+    return f"{type(error).__name__} at this site, whose log tells more"
 
 
 def _parse(text: str) -> Experiment:
