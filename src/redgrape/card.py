@@ -152,7 +152,7 @@ def _data(run: Mapping[str, Any]) -> str:
         return bullets(
             [
                 f"source: the {run['clients']} sites of a deployment, where the examples have stayed",
-                "training examples: known to the sites alone",
+                "training examples of each class: known to the sites alone",
             ]
         )
     largest, smallest = max(counts), min(counts)
