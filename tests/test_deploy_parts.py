@@ -313,7 +313,7 @@ def test_what_sites_would_refuse_is_refused_before_anything_starts(
 
 
 def test_exact_prototypes_are_for_sites_whose_floor_is_above_the_classes_and_for_secure_sums() -> None:
-    """With ten classes nine examples can be solved for, and not with noise of a server that sees them before it."""
+    """With ten classes an exact gradient of up to nine examples can be solved for; of rank r, one of up to r."""
     ten = options(data=TEN)
     assert why_refused(RedGrape.preset("private"), ten) is None
     assert why_refused(RedGrape.preset("private", prototype_rank=7), ten) is None
