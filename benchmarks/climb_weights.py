@@ -1,6 +1,6 @@
 """Whom CLIMB listens to: how much of what its weights let through comes from the tail.
 
-    python benchmarks/climb_weights.py --data-root DATA runs/CLIMB
+python benchmarks/climb_weights.py --data-root DATA runs/CLIMB
 """
 
 from __future__ import annotations

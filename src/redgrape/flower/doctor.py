@@ -18,7 +18,7 @@ from typing import Literal
 
 from redgrape.errors import BusyError, RedgrapeError
 from redgrape.experiment import Experiment, read_toml
-from redgrape.flower import certificates, site_data
+from redgrape.flower import certificates, site_data, submission
 from redgrape.flower.create import deployed
 from redgrape.flower.folder import Deployment, SiteFolder
 from redgrape.flower.link import Link
@@ -118,13 +118,9 @@ def _versions() -> Iterator[Finding]:
 
 
 def _experiment(deployment: Deployment) -> str:
-    experiment = deployed(Experiment.parse(read_toml(deployment.path / "experiment.toml")), deployment.options)
-    promised = getattr(experiment.method.create(), "min_count", None)
-    if promised is not None and promised < deployment.options.min_count:
-        raise RedgrapeError(
-            f"experiment.toml has method.min_count={promised}, and the sites report no class below "
-            f"{deployment.options.min_count}; raise it"
-        )
+    experiment = Experiment.parse(read_toml(deployment.path / "experiment.toml"))
+    submission.check(experiment, deployment.options)
+    experiment = deployed(experiment, deployment.options)
     return f"{experiment.method.name}, {experiment.rounds} rounds"
 
 
