@@ -291,6 +291,31 @@ def test_the_engine_gives_the_bits_of_the_local_one(
     assert '"client_counts": null' in text
 
 
+class Surveyed(Site):
+    """Answers the survey with something else."""
+
+    def _survey(self, header: Any, parts: Any) -> Any:
+        more, trees = super()._survey(header, parts)
+        counts = trees["survey"]["class_counts"]
+        return more, {"survey": {"class_counts": torch.full_like(counts, -(10**9))}}
+
+
+def test_a_survey_that_cannot_be_stops_the_run_by_the_site_s_name(
+    deployment: Deployment, sites: list[Site], federated: Federated
+) -> None:
+    liar = Surveyed(SiteFolder(deployment.site("west")), federated.data("west"))
+    with pytest.raises(TooFewClients, match=r"what site 'west' answers to the survey .* must count examples"):
+        _run(deployment, FakeGrid(deployment, [*sites[:2], liar]), "a", method={"name": "balanced_softmax"})
+
+
+def test_a_method_that_asks_nothing_before_the_first_round_is_deployed(
+    deployment: Deployment, sites: list[Site]
+) -> None:
+    grid = FakeGrid(deployment, sites)
+    _run(deployment, grid, "a", method={"name": "balanced_softmax", "prior": "local"})
+    assert "survey" not in {kind for _, kind in grid.kinds}
+
+
 class Expired(FakeGrid):
     """Flower's own answer to the first question to each node: the message has expired."""
 

@@ -37,10 +37,12 @@ class TooLong(NotFinite):
 
 @dataclass(frozen=True)
 class Declared:
-    """What a client said of itself when it joined: its examples, and how many it has of each class where it tells."""
+    """What a client said of itself when it joined: its examples, how many it has of each class where it tells, and its
+    name where it has one."""
 
     examples: int
     class_counts: Tensor | None = None
+    name: str = ""
 
 
 @dataclass(frozen=True)
@@ -89,6 +91,31 @@ def check(update: Any, like: Tree, declared: Declared | None, num_classes: int, 
     for name, wanted in expected.items():
         if isinstance(wanted, Rows) and name.endswith("/classes") and name in flat:
             _check_classes(flat, name.removesuffix("classes"), expected, declared, num_classes)
+
+
+def check_survey(answer: Any, like: Tree, examples: int, *, exact: bool, of_sum: bool = False) -> None:
+    """Raise UpdateRejected where a client's answer to a survey is not as described (`Method.survey_like`): what is
+    described as whole numbers counts examples, of which the client has so many. Names beyond the description are
+    refused where it is `exact`. `of_sum`: the answer is the sum over all clients, whose real numbers may be wider."""
+    if not exact and answer == {}:
+        return
+    flat = named_tensors(answer)
+    for name, wanted in like.items():
+        if name not in flat:
+            raise UpdateRejected(f"tensor '{name}' is missing")
+        wider = of_sum and wanted.is_floating_point() and flat[name].is_floating_point()
+        _check_kind(name, flat[name], wanted.to(flat[name].dtype) if wider else wanted)
+    if exact and (others := flat.keys() - like.keys()):
+        raise UpdateRejected(f"tensor '{min(others)}' is not part of this answer")
+    check_finite(flat)
+    for name, wanted in like.items():
+        if wanted.is_floating_point() or wanted.dtype == torch.bool:
+            continue
+        counts = flat[name]
+        if (counts < 0).any() or (counts > examples).any() or int(counts.sum()) > examples:
+            raise UpdateRejected(f"'{name}' must count examples, of which there are {examples} at most")
+        if of_sum and not counts.any():
+            raise UpdateRejected(f"'{name}' counts no example at all")
 
 
 def check_length(update: Tree, model: Tensors) -> None:

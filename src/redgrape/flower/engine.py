@@ -160,11 +160,11 @@ class FlowerEngine:
             except UpdateRejected as reason:
                 self._say(f"what site '{self._name(k)}' asks for in round {round} is not taken: {reason}")
 
-    def survey(self, clients: Sequence[ClientId]) -> Iterator[Tree]:
+    def survey(self, clients: Sequence[ClientId]) -> Iterator[tuple[ClientId | None, Tree]]:
         """All of them must answer: a sum over fewer would be of another federation."""
         questions: dict[ClientId, Any] = {k: ({"round": 0}, {}) for k in clients}
         if self._options.secure_aggregation:
-            yield self._sum_or_stop("survey", questions, len(clients)).total
+            yield None, self._sum_or_stop("survey", questions, len(clients)).total
             return
         replies = dict(self._ask("survey", questions, self._options.deadlines.evaluate, len(clients)))
         for k in sorted(clients):
@@ -172,7 +172,7 @@ class FlowerEngine:
             if isinstance(reply, Lost):
                 raise TooFewClients(f"the survey before the first round needs all sites: {reply.reason}")
             try:
-                yield _checked(reply, "survey")
+                yield k, _checked(reply, "survey")
             except UpdateRejected as reason:
                 raise TooFewClients(
                     f"what site '{self._name(k)}' answers to the survey is not taken: {reason}"
@@ -357,7 +357,7 @@ class FlowerEngine:
             examples = MOST_EXAMPLES  # a site tells no number of its own
         if not isinstance(examples, int) or examples < 1:
             raise UpdateRejected(f"site '{name}' has no examples")
-        self._federation.joined[k] = Declared(examples)
+        self._federation.joined[k] = Declared(examples, name=f"site '{name}'")
         versions = {key: str(said.get(key))[:40] for key in ("redgrape", "torch", "numpy", "machine", "cpu")}
         self._say(f"site '{name}' has joined ({json.dumps(versions)})")
         return k
@@ -392,7 +392,7 @@ def _state(header: Header, round: int) -> Tree:
 
 
 def _checked(reply: Reply, name: str) -> Tree:
-    """A tree of finite tensors from a site, else UpdateRejected."""
+    """Named tensors from a site, else UpdateRejected. What is in them is for others to judge."""
     try:
         sent = tree.from_bytes(reply.parts[name])
     except (KeyError, ValueError, RecursionError, safetensors.SafetensorError) as error:

@@ -115,7 +115,8 @@ class Site:
         return facts, {}
 
     def _survey(self, header: Header, parts: Parts) -> tuple[Header, dict[str, Tree]]:
-        return {}, {"survey": next(self._half(header).survey([self.index]))}
+        _, answer = next(self._half(header).survey([self.index]))
+        return {}, {"survey": answer}
 
     def _request(self, header: Header, parts: Parts) -> tuple[Header, dict[str, Tree]]:
         _, request = next(self._half(header).requests([self.index], int(header["round"])))
