@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import socket
@@ -122,8 +123,8 @@ def test_letters_cross_whole_or_not_at_all() -> None:
 
 def test_states_are_kept_by_run_and_round(tmp_path: Path) -> None:
     states = SiteStates(tmp_path)
-    for round in (1, 2, 4, 7, 8, 9):
-        states.save(RUN, round, {"c": torch.tensor([float(round)])}, reach=3)
+    for before, round in itertools.pairwise((None, 1, 2, 4, 7, 8, 9)):
+        states.save(RUN, round, {"c": torch.tensor([float(round)])}, reach=3, start=before)
     assert states.rounds(RUN) == [4, 7, 8, 9]  # the newest of those out of reach is what a resume may ask for
     assert states.load(RUN, 4)["c"].tolist() == [4.0]
     with pytest.raises(StorageError, match="no state of round 2"):
@@ -137,6 +138,19 @@ def test_states_are_kept_by_run_and_round(tmp_path: Path) -> None:
     for name in ("../../etc", "", "a" * 17):
         with pytest.raises(StorageError, match="no name of a run"):
             states.load(name, 1)
+
+
+def test_the_state_that_counts_is_kept_however_many_do_not(tmp_path: Path) -> None:
+    """Round 1 was accepted, 2 to 8 were not: the server names round 1 each time, and once more when it has gone back
+    behind round 9, which it accepted."""
+    states = SiteStates(tmp_path)
+    states.save(RUN, 1, {"c": torch.tensor(1.0)}, reach=3, start=None)
+    for round in range(2, 10):
+        states.save(RUN, round, {"c": torch.tensor(float(round))}, reach=3, start=1)
+        assert states.rounds(RUN) == [1, round]
+    states.save(RUN, 10, {"c": torch.tensor(10.0)}, reach=3, start=9)
+    assert states.rounds(RUN) == [1, 9, 10]
+    assert float(states.load(RUN, 1)["c"]) == 1.0
 
 
 def test_classes_agree_by_name(tmp_path: Path) -> None:

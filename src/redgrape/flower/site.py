@@ -129,7 +129,7 @@ class Site:
         answer = half.run(self.index, _tree(parts, "broadcast"), Task(state, _tree(parts, "message")), round)
         new = tree.ordered(answer.state)
         if new:
-            self._states.save(run, round, new, int(header["reach"]))
+            self._states.save(run, round, new, int(header["reach"]), None if start is None else int(start))
         return {"has_state": bool(new)}, {"update": tree.ordered(answer.update)}
 
     def _evaluate(self, header: Header, parts: Parts) -> tuple[Header, dict[str, Tree]]:
