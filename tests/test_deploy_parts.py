@@ -26,15 +26,17 @@ from flwr.supercore.task_identity import TaskIdentity
 
 from deployments import CLASSES, SITES, Federated, locally
 from redgrape import cli, tree
-from redgrape.errors import ConfigError, DataError, StorageError, TooFewClients
+from redgrape.errors import ConfigError, DataError, RedgrapeError, StorageError, TooFewClients
 from redgrape.experiment import Experiment
-from redgrape.flower import certificates, processes, site_data, wire
+from redgrape.flower import certificates, patience, processes, resident, server_role, site_data, site_role, wire
 from redgrape.flower.create import create, deployed, renew
 from redgrape.flower.deployed_run import DeployedRun
 from redgrape.flower.folder import Deployment, DeployOptions, SiteFolder
 from redgrape.flower.launch import SitesOnly
+from redgrape.flower.server_app import Journal
 from redgrape.flower.site import Site
 from redgrape.flower.site_states import SiteStates
+from redgrape.flower.submission import Submission, is_active
 from redgrape.store import RunFolder
 
 RUN = "0123456789abcdef"
@@ -368,7 +370,7 @@ def test_a_silent_site_is_left_out_at_the_deadline(deployment: Deployment, sites
     grid.silent = {101}
     folder, said = _run(deployment, grid, "a")
     assert [record["answered"] for record in folder.metrics()] == [[0, 2]] * 3
-    assert any("site 'south' was not there" in words for words in said)
+    assert sum("site 'south' was not there" in words for words in said) == 3
 
 
 def test_the_key_decides_who_a_site_is(deployment: Deployment, sites: list[Site]) -> None:
@@ -445,3 +447,198 @@ time.sleep(600)
     owned.process.wait(timeout=30)
     owned.stop()
     assert not still_runs(child)
+
+
+# What hangs, and what is told
+
+
+class Hanging(FakeGrid):
+    """A SuperLink that takes a call and never comes back from it."""
+
+    def __init__(self, deployment: Deployment, sites: Iterable[Site], call: str) -> None:
+        super().__init__(deployment, sites)
+        self._never = threading.Event()
+        setattr(self, call, lambda *_: self._never.wait(600))
+
+
+@pytest.mark.parametrize("call", ["get_nodes", "push_messages", "pull_messages"])
+def test_a_superlink_that_hangs_stops_the_run(
+    deployment: Deployment, sites: list[Site], monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    monkeypatch.setattr("redgrape.flower.engine.LINK", 0.2)
+    monkeypatch.setattr("redgrape.flower.engine.JOIN", 0.2)
+    grid = Hanging(deployment, sites, call)
+    with pytest.raises(RedgrapeError, match="the SuperLink has not answered for 0"):
+        _run(deployment, grid, "a")
+    grid._never.set()
+
+
+def test_what_a_call_gives_or_raises_comes_through_its_deadline() -> None:
+    assert patience.within(60, lambda: 5, "late") == 5
+    with pytest.raises(KeyError, match="a"):
+        patience.within(60, lambda: {}["a"], "late")
+
+
+class Ended(Exception):
+    pass
+
+
+class Stuck:
+    """A process that has not ended; what is asked of its owner."""
+
+    log = "a log"
+
+    def __init__(self) -> None:
+        self.stopped = 0
+
+    def code(self) -> int | None:
+        return None
+
+    def last_words(self) -> str:
+        return ""
+
+    def stop(self) -> None:
+        self.stopped += 1
+
+
+def test_a_superlink_that_does_not_answer_is_started_again(
+    deployment: Deployment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    server = server_role.Server(deployment, said.append)
+    server._owned = stuck = Stuck()  # type: ignore[assignment]
+    answers = iter([True, False, False, True, False, False, False])
+    monkeypatch.setattr(server_role, "LOOK_EVERY", 0.0)
+    monkeypatch.setattr(server_role, "UNANSWERED", 3)
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(server.link, "is_up", lambda: next(answers))
+
+    def start() -> None:
+        raise Ended
+
+    monkeypatch.setattr(server, "start", start)
+    with pytest.raises(Ended):
+        server.watch()
+    assert stuck.stopped == 1 and list(answers) == []
+    assert said == ["the SuperLink has not answered 3 times; starting it again"]
+
+
+def test_a_resident_process_that_hangs_is_started_again(
+    deployment: Deployment, federated: Federated, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    role = site_role.SiteRole(SiteFolder(deployment.site("north")), federated.data("north"), said.append)
+    role._resident, role._node = Stuck(), Stuck()  # type: ignore[assignment]
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(role, "_start_resident", lambda: role._promise.give(600))
+    looks = iter(range(100))
+    role._promise.give(600)
+    role.watch(until=lambda: next(looks) == 49)
+    assert said == []
+    role._promise.give(-1)
+    role.watch(until=lambda: next(looks) == 99)
+    assert said == ["the site's process hangs; starting it again"]
+    assert role._resident.stopped == 1
+    role.stop()
+
+
+def test_a_resident_process_promises_when_it_will_be_done(
+    tmp_path: Path, deployment: Deployment, federated: Federated, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also while it has nothing to do; a question extends the promise by its deadline."""
+    monkeypatch.setattr(resident, "BEAT", 0.02)
+    site = Site(SiteFolder(deployment.site("north")), federated.data("north"))
+    given: list[float] = []
+
+    class Heard(patience.Promise):
+        def give(self, seconds: float) -> None:
+            given.append(seconds)
+            if len(given) > 5 and given[-2] > 1000:
+                raise Ended
+
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(str(tmp_path / "s"))
+        listening.listen(1)
+
+        def ask() -> None:
+            while len(given) < 5:
+                time.sleep(0.01)
+            with socket.socket(socket.AF_UNIX) as connection:
+                connection.connect(str(tmp_path / "s"))
+                wire.send(connection, _question("join", deadline=1000.0), {})
+                wire.receive(connection)
+
+        asking = threading.Thread(target=ask)
+        asking.start()
+        with pytest.raises(Ended):
+            resident.serve(site, listening, Heard(tmp_path / "promise"))
+        asking.join(60)
+    assert given[:5] == [resident.SLACK] * 5
+    assert given[-2:] == [1000.0 + resident.SLACK, resident.SLACK]
+
+
+class FakeLink:
+    """Flower's part of a submission: what it was asked for."""
+
+    def __init__(self, begin: Any = None) -> None:
+        self._begin, self.stopped = begin, 0
+
+    def start(self, settings: Any, *more: str) -> str:
+        if self._begin is not None:
+            self._begin(settings["ticket"])
+        return "1"
+
+    def stop(self, run: str) -> None:
+        self.stopped += 1
+
+
+def _submission(deployment: Deployment, link: FakeLink) -> Submission:
+    experiment = deployed(Experiment.parse({"net": {"name": "linear"}}), deployment.options)
+    folder = RunFolder.create(deployment.path / "runs" / "a", experiment)
+    return Submission(deployment, link, folder)  # type: ignore[arg-type]
+
+
+def test_a_run_that_tells_nothing_for_longer_than_its_deadlines_is_given_up(
+    deployment: Deployment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    link = FakeLink(lambda ticket: Journal(deployment, ticket, "a"))
+    submission = _submission(deployment, link)
+    assert submission._longest > 3600 + 300 + 600
+    monkeypatch.setattr(submission, "_longest", 0.5)
+    with pytest.raises(RedgrapeError, match=r"has told nothing for 0.5 seconds and was given up"):
+        submission.carry_out(lambda step: None, lambda words: None)
+    assert link.stopped == 1
+
+
+def test_the_operator_sees_every_word_once(deployment: Deployment) -> None:
+    """Also beyond those that the file holds; of what went by too fast, how much it was."""
+    journal, said = Journal(deployment, "t", "a"), []
+    submission = _submission(deployment, FakeLink())
+
+    def look() -> None:
+        submission._pass_on(submission._journal(), 0, lambda step: None, said.append)
+
+    for i in range(250):
+        journal.say(f"word {i}")
+        if i % 7 == 0:
+            look()
+    look()
+    assert said == [f"word {i}" for i in range(250)]
+    said.clear()
+    for i in range(130):
+        journal.say(f"more {i}")
+    look()
+    assert said[0].startswith("30 lines more are in") and said[1:] == [f"more {i}" for i in range(30, 130)]
+    assert len((deployment.server / "run.log").read_text().splitlines()) == 380
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="processes are told apart by /proc")
+def test_another_process_with_the_same_number_is_not_taken_for_the_run(deployment: Deployment) -> None:
+    journal = Journal(deployment, "t", "a")
+    assert is_active(deployment)
+    journal.write(process="of an earlier start of this machine 77")
+    assert not is_active(deployment)
+    journal.write(process=processes.identity(os.getpid()))
+    assert is_active(deployment)
+    journal.write(state="finished")
+    assert not is_active(deployment)

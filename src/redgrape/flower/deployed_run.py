@@ -95,15 +95,12 @@ class DeployedRun(Run):
         return make
 
     def _note_lost(self, record: Mapping[str, Any]) -> None:
-        """Also of what was rejected, and by the sites' names."""
+        """At once, also of what was rejected, and by the sites' names."""
         for what, reasons in (("lost", record["lost"]), ("rejected", record["rejected"])):
             for client, reason in reasons.items():
                 words = "was not there" if what == "lost" else "sent an update that is rejected"
-                note = (
-                    f"round {record['round']}: site '{self._deployment.options.sites[int(client)]}' {words}: {reason}"
-                )
-                self.notes.append(note)
-                self._say(note)
+                site = self._deployment.options.sites[int(client)]
+                self._say(f"round {record['round']}: site '{site}' {words}: {reason}")
 
 
 def _contents(*sets: Examples | None) -> str:

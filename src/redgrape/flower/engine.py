@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import safetensors
 import torch
@@ -27,6 +27,7 @@ from redgrape.experiment import Experiment
 from redgrape.flower import wire
 from redgrape.flower.federation import PartialFederation
 from redgrape.flower.folder import FEWEST_IN_SUM, DeployOptions
+from redgrape.flower.patience import within
 from redgrape.flower.wire import PROTOCOL, Header, Parts, Reply
 from redgrape.method import ClientId
 from redgrape.store import KEPT
@@ -39,9 +40,12 @@ if TYPE_CHECKING:
 
     from redgrape.flower.secure_sum import Letters, Summed
 
+T = TypeVar("T")
+
 POLL = 0.1  # seconds between two looks for answers
 NODES = 1.0  # seconds between two looks for sites
 JOIN = 30.0  # seconds for a node to say who it is
+LINK = 120.0  # seconds for the SuperLink to take a call, which Flower would repeat for ever
 _KINDS = {"train": "train", "evaluate": "evaluate"}  # Flower's types of messages; all others are queries
 
 
@@ -271,14 +275,15 @@ class FlowerEngine:
             Message(content, node, _KINDS.get(kind, "query"), ttl=seconds, group_id=group)
             for node, content in letters.items()
         ]
-        ids = list(self._grid.push_messages(messages)) if messages else []
+        ids = self._call(self._grid.push_messages, messages, seconds=seconds) if messages else []
         waiting = {number: node for number, node in zip(ids, letters, strict=True) if number}
         for node in set(letters) - set(waiting.values()):
             yield node, None
         del messages
         ends = time.monotonic() + seconds
         while waiting and time.monotonic() < ends:
-            for message in self._grid.pull_messages(list(waiting)):
+            left = ends - time.monotonic()
+            for message in self._call(self._grid.pull_messages, list(waiting), seconds=left):
                 number = message.metadata.reply_to_message_id
                 if number in waiting:
                     yield waiting.pop(number), message
@@ -286,6 +291,16 @@ class FlowerEngine:
                 time.sleep(POLL)
         for node in waiting.values():
             yield node, None
+
+    def _call(self, call: Callable[..., Iterable[T]], *words: Any, seconds: float = 0.0) -> list[T]:
+        """What a call of the SuperLink gives, which may take so long and a little more."""
+        limit = max(seconds, 0.0) + LINK
+        return within(
+            limit,
+            lambda: list(call(*words)),
+            f"the SuperLink has not answered for {limit:g} seconds; see server/superlink.log, start the server again, "
+            "and give the same command: the run goes on from its checkpoint",
+        )
 
     def _connected(self, sites: Iterable[ClientId], fewest: int) -> dict[ClientId, int]:
         """The nodes of these sites. At the beginning all are waited for, so that a run that goes on does so with the
@@ -304,7 +319,7 @@ class FlowerEngine:
 
     def _join(self) -> dict[ClientId, int]:
         """The sites that are connected. A node that is new, or was away, is asked who it is."""
-        nodes = {node.node_id: node for node in self._grid.get_nodes()}
+        nodes = {node.node_id: node for node in self._call(self._grid.get_nodes)}
         self._members = {i: m for i, m in self._members.items() if i in nodes and m.since == nodes[i].last_activated_at}
         new = [i for i in nodes if i not in self._members and self._refused.get(i) != nodes[i].last_activated_at]
         question = {"kind": "join", "deadline": JOIN, "protocol": PROTOCOL}
