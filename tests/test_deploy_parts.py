@@ -642,3 +642,58 @@ def test_another_process_with_the_same_number_is_not_taken_for_the_run(deploymen
     assert is_active(deployment)
     journal.write(state="finished")
     assert not is_active(deployment)
+
+
+# The way to the server
+
+
+def _closing(listening: socket.socket) -> None:
+    """Take a connection, read its first words, and end it without any."""
+    connection, _ = listening.accept()
+    with connection:
+        connection.recv(1 << 16)
+
+
+def test_a_server_that_closes_in_the_handshake_is_tried_again(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        create(tmp_path / "d", options(port=listening.getsockname()[1]))
+        threading.Thread(target=_closing, args=(listening,), daemon=True).start()
+        assert site_role.check_server(SiteFolder(tmp_path / "d/sites/north")) == "it closed the connection"
+
+
+def test_a_certificate_that_is_no_good_any_more_is_told_of_and_tried_again(
+    deployment: Deployment, federated: Federated, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A site that has just been started ends; one that was connected waits until the certificate is renewed."""
+    said: list[str] = []
+    role = site_role.SiteRole(SiteFolder(deployment.site("north")), federated.data("north"), said.append)
+    answers: list[Any] = [ConfigError("has expired"), ConfigError("has expired"), "refused", None]
+
+    def check(folder: SiteFolder) -> str | None:
+        answer = answers.pop(0)
+        if isinstance(answer, ConfigError):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(site_role, "check_server", check)
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+    with pytest.raises(ConfigError, match="has expired"):
+        role._await_server()
+    role._await_server(again=True)
+    assert answers == []
+    assert ["NOT TRUSTED, nothing is sent to it: has expired" in words for words in said] == [True, False]
+    role.stop()
+
+
+def test_a_site_that_waits_for_its_server_says_so_again(
+    deployment: Deployment, federated: Federated, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    role = site_role.SiteRole(SiteFolder(deployment.site("north")), federated.data("north"), said.append)
+    answers = iter(["refused"] * 5 + [None])
+    monkeypatch.setattr(site_role, "check_server", lambda folder: next(answers))
+    monkeypatch.setattr(site_role, "TOLD_EVERY", 0.0)
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+    role._await_server()
+    assert len(said) == 5
+    role.stop()

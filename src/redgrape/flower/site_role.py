@@ -98,14 +98,23 @@ class SiteRole:
     def _socket(self) -> str:
         return str(Path(self._sockets.name) / "socket")
 
-    def _await_server(self) -> None:
-        """Until the server answers with a certificate that this site can trust; a false one is an error at once."""
-        told: float | None = None
-        while (reason := check_server(self._folder)) is not None:
-            if told is None or time.monotonic() - told >= TOLD_EVERY:
+    def _await_server(self, *, again: bool = False) -> None:
+        """Until the server answers with a certificate that this site can trust. A false one is an error at once, but
+        not where the site was connected before: it has expired, say, and will be renewed."""
+        told, since = "", time.monotonic()
+        while (reason := self._why_not(again)) is not None:
+            if reason != told or time.monotonic() - since >= TOLD_EVERY:
                 self._say(f"waiting for the server {self._folder.options.server} ({reason})")
-                told = time.monotonic()
+                told, since = reason, time.monotonic()
             time.sleep(AGAIN)
+
+    def _why_not(self, again: bool) -> str | None:
+        try:
+            return check_server(self._folder)
+        except ConfigError as error:
+            if not again:
+                raise
+            return f"NOT TRUSTED, nothing is sent to it: {error}"
 
     def _start_node(self) -> None:
         options, log = self._folder.options, self._folder.path / "supernode.log"
@@ -150,7 +159,7 @@ class SiteRole:
                     refused_since = None
                 self._say(f"not connected; trying again ({said[-160:]})")
                 time.sleep(AGAIN)
-                self._await_server()
+                self._await_server(again=True)
                 self._start_node()
             elif "SuperNode ID" in self._node.last_words():
                 refused_since = None
@@ -181,6 +190,8 @@ def check_server(folder: SiteFolder) -> str | None:
             f"{options.server} is not the server of this deployment: {error.verify_message}; ask the server's people "
             "for the right ca.crt or address"
         ) from error
+    except (ssl.SSLEOFError, ssl.SSLZeroReturnError):  # as a server does that is ending or just starting
+        return "it closed the connection"
     except ssl.SSLError as error:
         raise ConfigError(
             f"{options.server} does not speak TLS as it should ({error.reason}); nothing was sent"
