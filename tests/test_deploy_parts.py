@@ -332,6 +332,103 @@ def test_a_method_that_asks_nothing_before_the_first_round_is_deployed(
     assert "survey" not in {kind for _, kind in grid.kinds}
 
 
+class Joining(Site):
+    """Says something else of itself when it joins."""
+
+    says: dict[str, Any]
+
+    def _join(self, header: Any, parts: Any) -> Any:
+        facts, trees = super()._join(header, parts)
+        return facts | self.says, trees
+
+
+def _joining(deployment: Deployment, federated: Federated, **says: Any) -> Joining:
+    site = Joining(SiteFolder(deployment.site("west")), federated.data("west"))
+    site.says = says
+    return site
+
+
+def _impatient(deployment: Deployment) -> Deployment:
+    toml = (deployment.path / "deploy.toml").read_text()
+    (deployment.path / "deploy.toml").write_text(toml.replace("join = 300.0", "join = 0.5"))
+    return Deployment(deployment.path)
+
+
+@pytest.mark.parametrize(
+    ("says", "words"),
+    [
+        ({"examples": 10**9 + 1}, "says that it has 1000000001 examples, which cannot be"),
+        ({"examples": 0}, "says that it has 0 examples, which cannot be"),
+        ({"examples": True}, "says that it has True examples, which cannot be"),
+        ({"tests": -1}, "says that it has -1 tests, which cannot be"),
+        ({"redgrape": "0.0.7"}, "has redgrape 0.0.7, and the server "),
+    ],
+)
+def test_what_a_site_cannot_be_is_refused_by_name(
+    deployment: Deployment, sites: list[Site], federated: Federated, says: dict[str, Any], words: str
+) -> None:
+    liar = _joining(deployment, federated, **says)
+    folder, said = _run(_impatient(deployment), FakeGrid(deployment, [*sites[:2], liar]), "a", rounds=1)
+    assert folder.metrics()[0]["answered"] == [0, 1]
+    assert any(f"a node is refused: site 'west' {words}" in line for line in said)
+
+
+def test_what_sites_declare_is_told_and_recorded(
+    deployment: Deployment, sites: list[Site], federated: Federated
+) -> None:
+    folder, said = _run(deployment, FakeGrid(deployment, sites), "a", rounds=1)
+    assert "examples that sites have declared: north 45 (39%), south 34 (29%), west 37 (32%)" in said
+    assert not any("than all others together" in line for line in said)
+    joined = folder.environment()["joined"]
+    assert {name: facts["examples"] for name, facts in joined.items()} == {"north": 45, "south": 34, "west": 37}
+    assert {facts["torch"] for facts in joined.values()} == {torch.__version__}
+
+    greedy = _joining(deployment, federated, examples=80, torch="1.0")
+    _, said = _run(deployment, FakeGrid(deployment, [*sites[:2], greedy]), "b", rounds=1)
+    assert "site 'west' has declared more examples than all others together, and decides in averages" in said
+    assert any("site 'west' has torch 1.0, and the server" in line for line in said)
+
+
+def test_a_site_s_first_declaration_counts_for_the_run(
+    deployment: Deployment, sites: list[Site], federated: Federated
+) -> None:
+    """Also where the server's part was started again. A site that lies about it from the start is held to its lie."""
+    deployment = _impatient(deployment)
+    _run(deployment, FakeGrid(deployment, sites), "a", rounds=1)
+    folder = RunFolder.open(deployment.path / "runs/a")
+    folder.write_experiment(folder.experiment().with_rounds(2))
+    more = _joining(deployment, federated, examples=10**6)
+    _, said = _run(deployment, FakeGrid(deployment, [*sites[:2], more]), "a")
+    words = "site 'west' joined this run with 37 examples and 0 to test on, and says 1000000 and 0 now"
+    assert any(words in line for line in said)
+    assert [record["answered"] for record in folder.metrics()] == [[0, 1, 2], [0, 1]]
+
+
+class Evaluating(Site):
+    """Has counted each of its test examples a hundred times."""
+
+    def _evaluate(self, header: Any, parts: Any) -> Any:
+        more, trees = super()._evaluate(header, parts)
+        return more, {"scores": {**trees["scores"], "confusion": 100 * trees["scores"]["confusion"]}}
+
+
+def test_an_evaluation_has_as_many_examples_as_its_site_has_declared(tmp_path: Path, federated: Federated) -> None:
+    create(tmp_path / "d", options(min_count=1))
+    deployment = Deployment(tmp_path / "d")
+    kinds = [Site, Site, Evaluating]
+    sites = [
+        kind(SiteFolder(deployment.site(name)), federated.data(name)) for kind, name in zip(kinds, SITES, strict=True)
+    ]
+    folder, said = _run(deployment, FakeGrid(deployment, sites), "a", rounds=1)
+    tests = [len(site.test) for site in sites]
+    words = f"the evaluation of site 'west' is not taken: 'confusion' counts {100 * tests[2]} examples, and the site"
+    assert any(words in line for line in said)
+    summary = folder.summary()
+    assert summary is not None
+    assert sum(map(sum, summary["confusion"])) == tests[0] + tests[1]
+    assert any(line.startswith("tests that sites have declared: north ") for line in said)
+
+
 class Expired(FakeGrid):
     """Flower's own answer to the first question to each node: the message has expired."""
 

@@ -79,6 +79,7 @@ class DeployedRun(Run):
             "secure_aggregation": options.secure_aggregation,
             "evaluated": "sites" if federation.evaluated_elsewhere else "server",
             "run": self._name,
+            "joined": dict((before or {}).get("joined", {})),
             "files": {},
             "stack": 1,
         }
@@ -90,9 +91,18 @@ class DeployedRun(Run):
             keys = [certificates.public_identity(self._deployment.site(name) / "key.pub") for name in sites]
 
         def make(half: ClientHalf) -> Engine:
-            return FlowerEngine(half, self._grid, options, self.experiment, self._name, keys, self._say)
+            joined = self.folder.environment().get("joined", {})
+            return FlowerEngine(
+                half, self._grid, options, self.experiment, self._name, keys, self._say, joined, self._note_joined
+            )
 
         return make
+
+    def _note_joined(self, name: str, said: Mapping[str, Any]) -> None:
+        environment = self.folder.environment()
+        joined = environment.get("joined", {})
+        if joined.get(name) != said:
+            self.folder.write_environment(environment | {"joined": {**joined, name: dict(said)}}, None)
 
     def _note_lost(self, record: Mapping[str, Any]) -> None:
         """At once, also of what was rejected, and by the sites' names."""

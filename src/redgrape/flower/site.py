@@ -104,6 +104,7 @@ class Site:
             "sites": self.options.sites,
             "agreement": agreement.model_dump(mode="json"),
             "examples": None if self.options.secure_aggregation else len(self.train),
+            "tests": None if self.options.secure_aggregation else len(self.test),
             "secure_aggregation": self.options.secure_aggregation,
             "evaluates": self.options.evaluates,
             "redgrape": redgrape.__version__,
