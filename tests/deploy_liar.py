@@ -26,6 +26,9 @@ def _changed(flat: dict[str, torch.Tensor], lie: str) -> dict[str, torch.Tensor]
         case "turned":
             turned = ("prototypes/weight", "prototypes/bias")
             return {name: -t if name in turned else t for name, t in flat.items()}
+        case "turned weights":
+            turned = ("prototypes/weight", "prototypes/left")
+            return {name: -t if name in turned else t for name, t in flat.items()}
         case "count":
             return {**flat, "count": flat["count"] * 1000}
     raise AssertionError(lie)

@@ -954,7 +954,7 @@ def test_the_start_draws_no_global_random_numbers(name: str) -> None:
         return rg.Net(nn.Flatten(), nn.Linear(4, C).double())
 
     method, data = methods.load(name)(), federation()
-    survey = next(ClientHalf(method, data, build, 0, 3, CPU).survey([0]))
+    _, survey = next(ClientHalf(method, data, build, 0, 3, CPU).survey([0]))
     here = ServerSite(build, 4, C, 0, 0, 3, CPU, data.auxiliary, survey)
     model = dict(build().state_dict())
     before = torch.get_rng_state()

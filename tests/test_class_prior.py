@@ -19,7 +19,7 @@ from redgrape import class_prior, nets
 from redgrape.engines import ClientHalf
 from redgrape.engines.in_process import InProcess
 from redgrape.engines.pool import Pool
-from redgrape.errors import ConfigError
+from redgrape.errors import ConfigError, TooFewClients
 from redgrape.method import ClientSite, ServerSite
 from redgrape.methods.balanced_softmax import BalancedSoftmax
 from redgrape.methods.fedavg import FedAvg
@@ -68,7 +68,7 @@ def run(
     site = ServerSite(build, data.num_clients, data.num_classes, 0, 0, count, CPU)
     eligible = [k for k in range(data.num_clients) if data.size(k)]
     with engine(ClientHalf(method, data, build, 0, count, CPU)) as running:
-        return list(rounds(method, running, site, eligible=eligible, clients_per_round=asked))
+        return list(rounds(method, running, site, eligible=eligible, clients_per_round=asked, declared=data.declared))
 
 
 def total_variation(a: Tensor, b: Any) -> float:
@@ -154,6 +154,77 @@ def test_any_survey_reaches_init_server_as_a_sum(engine: Any) -> None:
     state = run(Counting(epochs=1), data, engine=engine)[0]
     assert int(state.server["n"]) == 10
     assert state.server["ids"].tolist() == [4, 3]
+
+
+class Surveyed(InProcess):
+    """Client 1 answers something else."""
+
+    lie: Any = None
+
+    def survey(self, clients: Any) -> Any:
+        for k, answer in super().survey(clients):
+            yield k, self.lie(answer["class_counts"]) if k == 1 else answer
+
+
+@pytest.mark.parametrize(
+    ("lie", "words"),
+    [
+        (lambda n: {"class_counts": n.double() * torch.nan}, "torch.float64; it must be torch.int64"),
+        (lambda n: {"class_counts": n - 10**9}, "must count examples"),
+        (lambda n: {"class_counts": n * 2}, "must count examples, of which there are 4 at most"),
+        (lambda n: {"class_counts": torch.tensor([2**62, 2**62, 2**62, 2**62])}, "must count examples"),
+        (lambda n: {"class_counts": n.sum()}, r"is \[\]; it must be \[4\]"),
+        (lambda n: {"counts": n}, "'class_counts' is missing"),
+        (lambda n: {"class_counts": n, "more": n}, "'more' is not part of this answer"),
+        (lambda n: {}, "empty"),
+    ],
+)
+@pytest.mark.parametrize("method", [BalancedSoftmax, LogitAdjustment])
+def test_an_answer_to_the_survey_that_cannot_be_stops_the_run(method: Any, lie: Any, words: str) -> None:
+    data = federation([4, 2, 0, 0], [1, 3, 0, 0])
+
+    def engine(half: Any) -> Any:
+        made = Surveyed(half)
+        made.lie = lie
+        return made
+
+    with pytest.raises(TooFewClients, match=f"what client 1 answers to the survey .* is not taken: .*{words}"):
+        run(method(epochs=1), data, engine=engine)
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        (torch.tensor([3, 2, -1, 0]), "must count examples"),
+        (torch.tensor([0, 0, 0, 0]), "counts no example at all"),
+        (torch.tensor([9, 9, 9, 9]), "of which there are 10 at most"),
+    ],
+)
+def test_a_sum_of_surveys_that_cannot_be_stops_the_run(answer: Tensor, words: str) -> None:
+    """Here the sum arrives as a secure sum does: of nobody."""
+
+    class Summed(InProcess):
+        def survey(self, clients: Any) -> Any:
+            yield None, {"class_counts": answer}
+
+    with pytest.raises(TooFewClients, match=f"the sum of the clients' answers to the survey is not taken: .*{words}"):
+        run(BalancedSoftmax(epochs=1), federation([4, 2, 0, 0], [1, 3, 0, 0]), engine=Summed)
+
+
+def test_surveys_that_are_not_described_must_be_finite_and_alike() -> None:
+    class Uneven(Counting):
+        def survey(self, site: ClientSite) -> Any:
+            return {"n": torch.ones(1 + site.client)}
+
+    class Infinite(Counting):
+        def survey(self, site: ClientSite) -> Any:
+            return {"n": torch.tensor(math.inf)}
+
+    data = federation([4, 2, 0, 0], [1, 3, 0, 0])
+    with pytest.raises(TooFewClients, match=r"client 1 .*not those of the clients before it"):
+        run(Uneven(epochs=1), data)
+    with pytest.raises(TooFewClients, match=r"client 0 .*'n' is not finite"):
+        run(Infinite(epochs=1), data)
 
 
 # The losses

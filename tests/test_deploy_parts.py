@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import signal
@@ -29,16 +30,29 @@ from flwr.supercore.task_identity import TaskIdentity
 from deployments import CLASSES, SITES, Federated, locally
 from redgrape import cli, methods, tree
 from redgrape.disclosure import disclosed, in_words
-from redgrape.errors import ConfigError, DataError, StorageError, TooFewClients
+from redgrape.errors import ConfigError, DataError, RedgrapeError, StorageError, TooFewClients
 from redgrape.experiment import Experiment, read_toml
-from redgrape.flower import certificates, doctor, processes, site_data, submission, wire
+from redgrape.flower import (
+    certificates,
+    doctor,
+    patience,
+    processes,
+    resident,
+    server_role,
+    site_data,
+    site_role,
+    submission,
+    wire,
+)
 from redgrape.flower.create import create, deployed, renew
 from redgrape.flower.deployed_run import DeployedRun
 from redgrape.flower.floors import why_refused
 from redgrape.flower.folder import DataAgreement, Deployment, DeployOptions, SiteFolder
 from redgrape.flower.launch import SitesOnly, guard
+from redgrape.flower.server_app import Journal
 from redgrape.flower.site import Site
 from redgrape.flower.site_states import SiteStates
+from redgrape.flower.submission import Submission, is_active
 from redgrape.method import ClientSite
 from redgrape.methods.creff import Creff
 from redgrape.methods.fedavg import FedAvg
@@ -159,8 +173,8 @@ def test_letters_cross_whole_or_not_at_all() -> None:
 
 def test_states_are_kept_by_run_and_round(tmp_path: Path) -> None:
     states = SiteStates(tmp_path)
-    for round in (1, 2, 4, 7, 8, 9):
-        states.save(RUN, round, {"c": torch.tensor([float(round)])}, reach=3)
+    for before, round in itertools.pairwise((None, 1, 2, 4, 7, 8, 9)):
+        states.save(RUN, round, {"c": torch.tensor([float(round)])}, reach=3, start=before)
     assert states.rounds(RUN) == [4, 7, 8, 9]  # the newest of those out of reach is what a resume may ask for
     assert states.load(RUN, 4)["c"].tolist() == [4.0]
     with pytest.raises(StorageError, match="no state of round 2"):
@@ -174,6 +188,19 @@ def test_states_are_kept_by_run_and_round(tmp_path: Path) -> None:
     for name in ("../../etc", "", "a" * 17):
         with pytest.raises(StorageError, match="no name of a run"):
             states.load(name, 1)
+
+
+def test_the_state_that_counts_is_kept_however_many_do_not(tmp_path: Path) -> None:
+    """Round 1 was accepted, 2 to 8 were not: the server names round 1 each time, and once more when it has gone back
+    behind round 9, which it accepted."""
+    states = SiteStates(tmp_path)
+    states.save(RUN, 1, {"c": torch.tensor(1.0)}, reach=3, start=None)
+    for round in range(2, 10):
+        states.save(RUN, round, {"c": torch.tensor(float(round))}, reach=3, start=1)
+        assert states.rounds(RUN) == [1, round]
+    states.save(RUN, 10, {"c": torch.tensor(10.0)}, reach=3, start=9)
+    assert states.rounds(RUN) == [1, 9, 10]
+    assert float(states.load(RUN, 1)["c"]) == 1.0
 
 
 def test_classes_agree_by_name(tmp_path: Path) -> None:
@@ -521,6 +548,128 @@ def test_a_site_that_is_below_the_floor_in_every_class_evaluates_none(tmp_path: 
     assert "tests no class of which it trains with 100 examples" in header["error"] and parts == {}
 
 
+class Surveyed(Site):
+    """Answers the survey with something else."""
+
+    def _survey(self, header: Any, parts: Any) -> Any:
+        more, trees = super()._survey(header, parts)
+        counts = trees["survey"]["class_counts"]
+        return more, {"survey": {"class_counts": torch.full_like(counts, -(10**9))}}
+
+
+def test_a_survey_that_cannot_be_stops_the_run_by_the_site_s_name(
+    deployment: Deployment, sites: list[Site], federated: Federated
+) -> None:
+    liar = Surveyed(SiteFolder(deployment.site("west")), federated.data("west"))
+    with pytest.raises(TooFewClients, match=r"what site 'west' answers to the survey .* must count examples"):
+        _run(deployment, FakeGrid(deployment, [*sites[:2], liar]), "a", method={"name": "balanced_softmax"})
+
+
+def test_a_method_that_asks_nothing_before_the_first_round_is_deployed(
+    deployment: Deployment, sites: list[Site]
+) -> None:
+    grid = FakeGrid(deployment, sites)
+    _run(deployment, grid, "a", method={"name": "balanced_softmax", "prior": "local"})
+    assert "survey" not in {kind for _, kind in grid.kinds}
+
+
+class Joining(Site):
+    """Says something else of itself when it joins."""
+
+    says: dict[str, Any]
+
+    def _join(self, header: Any, parts: Any) -> Any:
+        facts, trees = super()._join(header, parts)
+        return facts | self.says, trees
+
+
+def _joining(deployment: Deployment, federated: Federated, **says: Any) -> Joining:
+    site = Joining(SiteFolder(deployment.site("west")), federated.data("west"))
+    site.says = says
+    return site
+
+
+def _impatient(deployment: Deployment) -> Deployment:
+    toml = (deployment.path / "deploy.toml").read_text()
+    (deployment.path / "deploy.toml").write_text(toml.replace("join = 300.0", "join = 0.5"))
+    return Deployment(deployment.path)
+
+
+@pytest.mark.parametrize(
+    ("says", "words"),
+    [
+        ({"examples": 10**9 + 1}, "says that it has 1000000001 examples, which cannot be"),
+        ({"examples": 0}, "says that it has 0 examples, which cannot be"),
+        ({"examples": True}, "says that it has True examples, which cannot be"),
+        ({"tests": -1}, "says that it has -1 tests, which cannot be"),
+        ({"redgrape": "0.0.7"}, "has redgrape 0.0.7, and the server "),
+    ],
+)
+def test_what_a_site_cannot_be_is_refused_by_name(
+    deployment: Deployment, sites: list[Site], federated: Federated, says: dict[str, Any], words: str
+) -> None:
+    liar = _joining(deployment, federated, **says)
+    folder, said = _run(_impatient(deployment), FakeGrid(deployment, [*sites[:2], liar]), "a", rounds=1)
+    assert folder.metrics()[0]["answered"] == [0, 1]
+    assert any(f"a node is refused: site 'west' {words}" in line for line in said)
+
+
+def test_what_sites_declare_is_told_and_recorded(
+    deployment: Deployment, sites: list[Site], federated: Federated
+) -> None:
+    folder, said = _run(deployment, FakeGrid(deployment, sites), "a", rounds=1)
+    assert "examples that sites have declared: north 45 (39%), south 34 (29%), west 37 (32%)" in said
+    assert not any("than all others together" in line for line in said)
+    joined = folder.environment()["joined"]
+    assert {name: facts["examples"] for name, facts in joined.items()} == {"north": 45, "south": 34, "west": 37}
+    assert {facts["torch"] for facts in joined.values()} == {torch.__version__}
+
+    greedy = _joining(deployment, federated, examples=80, torch="1.0")
+    _, said = _run(deployment, FakeGrid(deployment, [*sites[:2], greedy]), "b", rounds=1)
+    assert "site 'west' has declared more examples than all others together, and decides in averages" in said
+    assert any("site 'west' has torch 1.0, and the server" in line for line in said)
+
+
+def test_a_site_s_first_declaration_counts_for_the_run(
+    deployment: Deployment, sites: list[Site], federated: Federated
+) -> None:
+    """Also where the server's part was started again. A site that lies about it from the start is held to its lie."""
+    deployment = _impatient(deployment)
+    _run(deployment, FakeGrid(deployment, sites), "a", rounds=1)
+    folder = RunFolder.open(deployment.path / "runs/a")
+    folder.write_experiment(folder.experiment().with_rounds(2))
+    more = _joining(deployment, federated, examples=10**6)
+    _, said = _run(deployment, FakeGrid(deployment, [*sites[:2], more]), "a")
+    words = "site 'west' joined this run with 37 examples and 0 to test on, and says 1000000 and 0 now"
+    assert any(words in line for line in said)
+    assert [record["answered"] for record in folder.metrics()] == [[0, 1, 2], [0, 1]]
+
+
+class Evaluating(Site):
+    """Has counted each of its test examples a hundred times."""
+
+    def _evaluate(self, header: Any, parts: Any) -> Any:
+        more, trees = super()._evaluate(header, parts)
+        return more, {"scores": {**trees["scores"], "confusion": 100 * trees["scores"]["confusion"]}}
+
+
+def test_an_evaluation_has_as_many_examples_as_its_site_has_declared(tmp_path: Path, federated: Federated) -> None:
+    create(tmp_path / "d", options(min_count=1))
+    deployment = Deployment(tmp_path / "d")
+    kinds = [Site, Site, Evaluating]
+    sites = [
+        kind(SiteFolder(deployment.site(name)), federated.data(name)) for kind, name in zip(kinds, SITES, strict=True)
+    ]
+    folder, said = _run(deployment, FakeGrid(deployment, sites), "a", rounds=1)
+    tests = [len(site.test) for site in sites]
+    words = f"the evaluation of site 'west' is not taken: 'confusion' counts {100 * tests[2]} examples, and the site"
+    assert any(words in line for line in said)
+    summary = folder.summary()
+    assert summary is not None
+    assert sum(map(sum, summary["confusion"])) == tests[0] + tests[1]
+    assert any(line.startswith("tests that sites have declared: north ") for line in said)
+
+
 class Expired(FakeGrid):
     """Flower's own answer to the first question to each node: the message has expired."""
 
@@ -559,7 +708,7 @@ def test_a_silent_site_is_left_out_at_the_deadline(deployment: Deployment, sites
     grid.silent = {101}
     folder, said = _run(deployment, grid, "a")
     assert [record["answered"] for record in folder.metrics()] == [[0, 2]] * 3
-    assert any("site 'south' was not there" in words for words in said)
+    assert sum("site 'south' was not there" in words for words in said) == 3
 
 
 def test_the_key_decides_who_a_site_is(deployment: Deployment, sites: list[Site]) -> None:
@@ -682,3 +831,253 @@ time.sleep(600)
     owned.process.wait(timeout=30)
     owned.stop()
     assert not still_runs(child)
+
+
+# What hangs, and what is told
+
+
+class Hanging(FakeGrid):
+    """A SuperLink that takes a call and never comes back from it."""
+
+    def __init__(self, deployment: Deployment, sites: Iterable[Site], call: str) -> None:
+        super().__init__(deployment, sites)
+        self._never = threading.Event()
+        setattr(self, call, lambda *_: self._never.wait(600))
+
+
+@pytest.mark.parametrize("call", ["get_nodes", "push_messages", "pull_messages"])
+def test_a_superlink_that_hangs_stops_the_run(
+    deployment: Deployment, sites: list[Site], monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    monkeypatch.setattr("redgrape.flower.engine.LINK", 0.2)
+    monkeypatch.setattr("redgrape.flower.engine.JOIN", 0.2)
+    grid = Hanging(deployment, sites, call)
+    with pytest.raises(RedgrapeError, match="the SuperLink has not answered for 0"):
+        _run(deployment, grid, "a")
+    grid._never.set()
+
+
+def test_what_a_call_gives_or_raises_comes_through_its_deadline() -> None:
+    assert patience.within(60, lambda: 5, "late") == 5
+    with pytest.raises(KeyError, match="a"):
+        patience.within(60, lambda: {}["a"], "late")
+
+
+class Ended(Exception):
+    pass
+
+
+class Stuck:
+    """A process that has not ended; what is asked of its owner."""
+
+    log = "a log"
+
+    def __init__(self) -> None:
+        self.stopped = 0
+
+    def code(self) -> int | None:
+        return None
+
+    def last_words(self) -> str:
+        return ""
+
+    def stop(self) -> None:
+        self.stopped += 1
+
+
+def test_a_superlink_that_does_not_answer_is_started_again(
+    deployment: Deployment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    server = server_role.Server(deployment, said.append)
+    server._owned = stuck = Stuck()  # type: ignore[assignment]
+    answers = iter([True, False, False, True, False, False, False])
+    monkeypatch.setattr(server_role, "LOOK_EVERY", 0.0)
+    monkeypatch.setattr(server_role, "UNANSWERED", 3)
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(server.link, "is_up", lambda: next(answers))
+
+    def start() -> None:
+        raise Ended
+
+    monkeypatch.setattr(server, "start", start)
+    with pytest.raises(Ended):
+        server.watch()
+    assert stuck.stopped == 1 and list(answers) == []
+    assert said == ["the SuperLink has not answered 3 times; starting it again"]
+
+
+def test_a_resident_process_that_hangs_is_started_again(
+    deployment: Deployment, federated: Federated, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    role = site_role.SiteRole(SiteFolder(deployment.site("north")), federated.data("north"), said.append)
+    role._resident, role._node = Stuck(), Stuck()  # type: ignore[assignment]
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(role, "_start_resident", lambda: role._promise.give(600))
+    looks = iter(range(100))
+    role._promise.give(600)
+    role.watch(until=lambda: next(looks) == 49)
+    assert said == []
+    role._promise.give(-1)
+    role.watch(until=lambda: next(looks) == 99)
+    assert said == ["the site's process hangs; starting it again"]
+    assert role._resident.stopped == 1
+    role.stop()
+
+
+def test_a_resident_process_promises_when_it_will_be_done(
+    tmp_path: Path, deployment: Deployment, federated: Federated, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also while it has nothing to do; a question extends the promise by its deadline."""
+    monkeypatch.setattr(resident, "BEAT", 0.02)
+    site = Site(SiteFolder(deployment.site("north")), federated.data("north"))
+    given: list[float] = []
+
+    class Heard(patience.Promise):
+        def give(self, seconds: float) -> None:
+            given.append(seconds)
+            if len(given) > 5 and given[-2] > 1000:
+                raise Ended
+
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(str(tmp_path / "s"))
+        listening.listen(1)
+
+        def ask() -> None:
+            while len(given) < 5:
+                time.sleep(0.01)
+            with socket.socket(socket.AF_UNIX) as connection:
+                connection.connect(str(tmp_path / "s"))
+                wire.send(connection, _question("join", deadline=1000.0), {})
+                wire.receive(connection)
+
+        asking = threading.Thread(target=ask)
+        asking.start()
+        with pytest.raises(Ended):
+            resident.serve(site, listening, Heard(tmp_path / "promise"))
+        asking.join(60)
+    assert given[:5] == [resident.SLACK] * 5
+    assert given[-2:] == [1000.0 + resident.SLACK, resident.SLACK]
+
+
+class FakeLink:
+    """Flower's part of a submission: what it was asked for."""
+
+    def __init__(self, begin: Any = None) -> None:
+        self._begin, self.stopped = begin, 0
+
+    def start(self, settings: Any, *more: str) -> str:
+        if self._begin is not None:
+            self._begin(settings["ticket"])
+        return "1"
+
+    def stop(self, run: str) -> None:
+        self.stopped += 1
+
+
+def _submission(deployment: Deployment, link: FakeLink) -> Submission:
+    experiment = deployed(Experiment.parse({"net": {"name": "linear"}}), deployment.options)
+    folder = RunFolder.create(deployment.path / "runs" / "a", experiment)
+    return Submission(deployment, link, folder)  # type: ignore[arg-type]
+
+
+def test_a_run_that_tells_nothing_for_longer_than_its_deadlines_is_given_up(
+    deployment: Deployment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    link = FakeLink(lambda ticket: Journal(deployment, ticket, "a"))
+    submission = _submission(deployment, link)
+    assert submission._longest > 3600 + 300 + 600
+    monkeypatch.setattr(submission, "_longest", 0.5)
+    with pytest.raises(RedgrapeError, match=r"has told nothing for 0.5 seconds and was given up"):
+        submission.carry_out(lambda step: None, lambda words: None)
+    assert link.stopped == 1
+
+
+def test_the_operator_sees_every_word_once(deployment: Deployment) -> None:
+    """Also beyond those that the file holds; of what went by too fast, how much it was."""
+    journal, said = Journal(deployment, "t", "a"), []
+    submission = _submission(deployment, FakeLink())
+
+    def look() -> None:
+        submission._pass_on(submission._journal(), 0, lambda step: None, said.append)
+
+    for i in range(250):
+        journal.say(f"word {i}")
+        if i % 7 == 0:
+            look()
+    look()
+    assert said == [f"word {i}" for i in range(250)]
+    said.clear()
+    for i in range(130):
+        journal.say(f"more {i}")
+    look()
+    assert said[0].startswith("30 lines more are in") and said[1:] == [f"more {i}" for i in range(30, 130)]
+    assert len((deployment.server / "run.log").read_text().splitlines()) == 380
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="processes are told apart by /proc")
+def test_another_process_with_the_same_number_is_not_taken_for_the_run(deployment: Deployment) -> None:
+    journal = Journal(deployment, "t", "a")
+    assert is_active(deployment)
+    journal.write(process="of an earlier start of this machine 77")
+    assert not is_active(deployment)
+    journal.write(process=processes.identity(os.getpid()))
+    assert is_active(deployment)
+    journal.write(state="finished")
+    assert not is_active(deployment)
+
+
+# The way to the server
+
+
+def _closing(listening: socket.socket) -> None:
+    """Take a connection, read its first words, and end it without any."""
+    connection, _ = listening.accept()
+    with connection:
+        connection.recv(1 << 16)
+
+
+def test_a_server_that_closes_in_the_handshake_is_tried_again(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        create(tmp_path / "d", options(port=listening.getsockname()[1]))
+        threading.Thread(target=_closing, args=(listening,), daemon=True).start()
+        assert site_role.check_server(SiteFolder(tmp_path / "d/sites/north")) == "it closed the connection"
+
+
+def test_a_certificate_that_is_no_good_any_more_is_told_of_and_tried_again(
+    deployment: Deployment, federated: Federated, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A site that has just been started ends; one that was connected waits until the certificate is renewed."""
+    said: list[str] = []
+    role = site_role.SiteRole(SiteFolder(deployment.site("north")), federated.data("north"), said.append)
+    answers: list[Any] = [ConfigError("has expired"), ConfigError("has expired"), "refused", None]
+
+    def check(folder: SiteFolder) -> str | None:
+        answer = answers.pop(0)
+        if isinstance(answer, ConfigError):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(site_role, "check_server", check)
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+    with pytest.raises(ConfigError, match="has expired"):
+        role._await_server()
+    role._await_server(again=True)
+    assert answers == []
+    assert ["NOT TRUSTED, nothing is sent to it: has expired" in words for words in said] == [True, False]
+    role.stop()
+
+
+def test_a_site_that_waits_for_its_server_says_so_again(
+    deployment: Deployment, federated: Federated, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    role = site_role.SiteRole(SiteFolder(deployment.site("north")), federated.data("north"), said.append)
+    answers = iter(["refused"] * 5 + [None])
+    monkeypatch.setattr(site_role, "check_server", lambda folder: next(answers))
+    monkeypatch.setattr(site_role, "TOLD_EVERY", 0.0)
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+    role._await_server()
+    assert len(said) == 5
+    role.stop()

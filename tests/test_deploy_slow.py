@@ -207,6 +207,7 @@ LIES = {
     "shape": "it must be",
     "huge": "has the length",
     "turned": "no gradient of a cross-entropy",
+    "turned weights": "no gradient of a cross-entropy",
     "count": "'count' is",
     "garbage": "cannot be read",
     "stale": "is for round",
@@ -223,15 +224,16 @@ def test_a_lying_site_is_rejected_by_name_and_the_run_goes_on(
             deployment.start_site(name)
         for lie, reason in LIES.items():
             liar = deployment.start_liar("west", lie)
-            text = deployment.run(lie, *SMALL, "--rounds", 3)
+            name = lie.replace(" ", "-")
+            text = deployment.run(name, *SMALL, "--rounds", 3)
             liar.end()
-            records = deployment.metrics(lie)
+            records = deployment.metrics(name)
             assert [record["answered"] for record in records] == [[0, 1, 2], [0, 1], [0, 1]], (lie, records, text)
             told = [{**record["rejected"], **record["lost"]}["2"] for record in records[1:]]
             assert all(reason in words for words in told), (lie, told)
             assert "site 'west'" in text
             away = {2: {2}, 3: {2}}
-            assert tree.equal(deployment.server_state(lie), _locally_without(deployment, lie, away)), lie
+            assert tree.equal(deployment.server_state(name), _locally_without(deployment, name, away)), lie
             rejected += 1
     tally("a lying site is rejected by name", len(LIES), rejected)
 

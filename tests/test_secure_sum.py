@@ -451,6 +451,18 @@ def test_a_sum_that_cannot_be_stops_the_run_with_its_state_intact(
     assert [record["answered"] for record in folder.metrics()] == [[0, 1, 2]] * 3
 
 
+def test_a_sum_of_surveys_that_cannot_be_stops_the_run(tmp_path: Path, federated: Federated) -> None:
+    class Surveyed(Site):
+        def _survey(self, header: Any, parts: Any) -> Any:
+            more, trees = super()._survey(header, parts)
+            return more, {"survey": {"class_counts": trees["survey"]["class_counts"] - 1000}}
+
+    deployment, sites = _deployed(tmp_path, federated)
+    liar = Surveyed(SiteFolder(deployment.site("west")), federated.data("west"))
+    with pytest.raises(TooFewClients, match="the sum of the clients' answers to the survey is not taken"):
+        _run(deployment, FakeGrid(deployment, [*sites[:2], liar]), "a", method={"name": "balanced_softmax"})
+
+
 @pytest.mark.parametrize(
     ("lie", "words"),
     [

@@ -15,16 +15,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import redgrape as rg
-from redgrape import methods, testing, tree
+from redgrape import methods, nets, testing, tree
 from redgrape.acceptance import Declared, Rows, UpdateRejected
 from redgrape.engines import Answer, ClientHalf, Lost
 from redgrape.engines.in_process import InProcess
 from redgrape.engines.pool import Pool
 from redgrape.errors import Diverged, TooFewClients
 from redgrape.experiment import Experiment
+from redgrape.features import never_negative
 from redgrape.method import Method
 from redgrape.methods.fedavg import FedAvg
 from redgrape.methods.redgrape import RedGrape
@@ -441,6 +442,71 @@ def test_class_gradients_that_were_turned_round_are_rejected(name: str, options:
     assert "no gradient of a cross-entropy" in state.record["rejected"]["1"]
 
 
+def _turned(t: Any) -> Any:
+    return {**t, "half": -t["half"]} if isinstance(t, Mapping) else -t
+
+
+def _own_turned(weight: Tensor, classes: Tensor) -> Tensor:
+    turned = weight.clone()
+    turned[range(len(classes)), classes] *= -1
+    return turned
+
+
+TURNED: dict[str, tuple[str, dict[str, Any], Callable[[Any], Any]]] = {
+    "weight": ("redgrape", {}, lambda g: {"weight": -g["weight"]}),
+    "weight, creff": ("creff", {}, lambda g: {"weight": -g["weight"]}),
+    "weight in half precision": (
+        "redgrape",
+        {"prototype_precision": "half"},
+        lambda g: {"weight": _turned(g["weight"])},
+    ),
+    "both in half precision": (
+        "redgrape",
+        {"prototype_precision": "half"},
+        lambda g: {name: _turned(g[name]) for name in ("weight", "bias")},
+    ),
+    "own row": ("redgrape", {}, lambda g: {"weight": _own_turned(g["weight"], g["classes"])}),
+    "weight, small": ("redgrape", {}, lambda g: {"weight": -1e-3 * g["weight"]}),
+    "left": ("redgrape", {"prototype_rank": 1}, lambda g: {"left": -g["left"]}),
+    "right": ("redgrape", {"prototype_rank": 1}, lambda g: {"right": -g["right"]}),
+    "left of rank 2": ("redgrape", {"prototype_rank": 2}, lambda g: {"left": -g["left"]}),
+    "own row of left": ("redgrape", {"prototype_rank": 2}, lambda g: {"left": _own_turned(g["left"], g["classes"])}),
+    "left in half precision": (
+        "redgrape",
+        {"prototype_rank": 1, "prototype_precision": "half"},
+        lambda g: {"left": _turned(g["left"])},
+    ),
+}
+
+
+@pytest.mark.parametrize("what", TURNED)
+def test_weights_that_were_turned_round_alone_are_rejected(what: str) -> None:
+    """The bias, which is all that can be judged where features have any sign, stays as it was."""
+    name, options, lie = TURNED[what]
+    method = small(name, **options)
+    start, answers = first_round(method)
+    honest, group = dict(answers), "class_gradients" if name == "creff" else "prototypes"
+    sent = honest[1].update[group]
+    update = {**honest[1].update, group: {**sent, **lie(sent)}}
+    state = after(method, [(0, honest[0]), (1, honest[1]._replace(update=update))], start)
+    assert state.record["answered"] == [0]
+    assert "no gradient of a cross-entropy" in state.record["rejected"]["1"]
+
+
+@pytest.mark.parametrize(
+    ("net", "known"),
+    [("mlp", True), ("cnn", True), ("cnn_dropout", True), ("resnet8", True), ("linear", False)],
+)
+def test_nets_whose_features_are_never_negative(net: str, known: bool) -> None:
+    built = nets.build(net, (3, 16, 16), 4, seed=0).eval()
+    x = torch.randn(64, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+    assert never_negative(built.encoder) is known
+    with torch.no_grad():
+        assert bool((built.encoder(x) >= 0).all()) is known
+    behind = nn.Sequential(built.encoder, nn.Linear(built.classifier.in_features, 3))
+    assert not never_negative(behind)
+
+
 @pytest.mark.parametrize("exponent", [40, 200, 2000, 32767])
 @pytest.mark.parametrize("table", ["weight", "bias"])
 def test_exponents_of_half_precision_beyond_all_measure_are_rejected(table: str, exponent: int) -> None:
@@ -455,7 +521,8 @@ def test_exponents_of_half_precision_beyond_all_measure_are_rejected(table: str,
     for packed in (high, zero):
         update = {**honest[1].update, "prototypes": {**sent, table: packed}}
         state = after(method, [(0, honest[0]), (1, honest[1]._replace(update=update))], start)
-        assert "'prototypes' has the length" in state.record["rejected"]["1"]
+        reason = state.record["rejected"]["1"]
+        assert "'prototypes' has the length" in reason or (table == "bias" and "no gradient" in reason)
         assert tree.equal(state.server, alone.server)
 
 

@@ -16,11 +16,14 @@ import torch
 from torch import Tensor
 
 from redgrape import half_precision, tree
+from redgrape.prototypes import truncated
 from redgrape.tree import Tensors, Tree
 
 MOST_EXAMPLES = 10**9  # that a client may claim where it has not declared how many it holds
 LONGEST = 1e4  # times the model's own length: no group of an update is longer, unless training diverges
 _SLACK = 1e-3  # of what a class gradient must be; it may have been rounded to half precision
+_TINY = 1e-5  # for a class that is learnt to the last bit, whose gradient is rounding alone
+_FACTOR_SLACK = 0.1  # of the leading part of factors, in which rounding counts for more
 
 
 class UpdateRejected(Exception):
@@ -37,32 +40,41 @@ class TooLong(NotFinite):
 
 @dataclass(frozen=True)
 class Declared:
-    """What a client said of itself when it joined: its examples, and how many it has of each class where it tells."""
+    """What a client said of itself when it joined: its examples, how many it has of each class where it tells, and its
+    name where it has one."""
 
     examples: int
     class_counts: Tensor | None = None
+    name: str = ""
 
 
 @dataclass(frozen=True)
 class Rows:
     """One such row for each class that the group's `classes` name. `gradient`: it is the mean gradient of the
-    cross-entropy of the class's examples."""
+    cross-entropy of the class's examples; `signed`: with respect to features that are never negative."""
 
     row: Tensor
     gradient: bool = False
+    signed: bool = False
 
 
-def class_rows(classifier: Tree, *, counted: bool = False, gradients: bool = False) -> dict[str, Any]:
+def class_rows(
+    classifier: Tree, *, counted: bool = False, gradients: bool = False, signed: bool = False
+) -> dict[str, Any]:
     """The description of a group that holds a tensor like each of the classifier's for some classes: their numbers as
     `classes`, and the examples behind each as `counts` where they are `counted`. `gradients`: each is the mean gradient
-    of the cross-entropy of the class's examples, and must look like one."""
+    of the cross-entropy of the class's examples, and must look like one; `signed`: also by the signs of its weights,
+    since features are never negative (`features.never_negative`)."""
     number = Rows(torch.zeros((), dtype=torch.int64))
-    rows = {"classes": number, **_rows(classifier, gradients)}
+    rows = {"classes": number, **_rows(classifier, gradients, signed)}
     return rows | ({"counts": number} if counted else {})
 
 
-def _rows(group: Tree, gradients: bool) -> dict[str, Any]:
-    return {n: _rows(t, gradients) if isinstance(t, Mapping) else Rows(t, gradients) for n, t in group.items()}
+def _rows(group: Tree, gradients: bool, signed: bool) -> dict[str, Any]:
+    return {
+        n: _rows(t, gradients, signed) if isinstance(t, Mapping) else Rows(t, gradients, signed)
+        for n, t in group.items()
+    }
 
 
 def check(update: Any, like: Tree, declared: Declared | None, num_classes: int, *, exact: bool) -> None:
@@ -89,6 +101,31 @@ def check(update: Any, like: Tree, declared: Declared | None, num_classes: int, 
     for name, wanted in expected.items():
         if isinstance(wanted, Rows) and name.endswith("/classes") and name in flat:
             _check_classes(flat, name.removesuffix("classes"), expected, declared, num_classes)
+
+
+def check_survey(answer: Any, like: Tree, examples: int, *, exact: bool, of_sum: bool = False) -> None:
+    """Raise UpdateRejected where a client's answer to a survey is not as described (`Method.survey_like`): what is
+    described as whole numbers counts examples, of which the client has so many. Names beyond the description are
+    refused where it is `exact`. `of_sum`: the answer is the sum over all clients, whose real numbers may be wider."""
+    if not exact and answer == {}:
+        return
+    flat = named_tensors(answer)
+    for name, wanted in like.items():
+        if name not in flat:
+            raise UpdateRejected(f"tensor '{name}' is missing")
+        wider = of_sum and wanted.is_floating_point() and flat[name].is_floating_point()
+        _check_kind(name, flat[name], wanted.to(flat[name].dtype) if wider else wanted)
+    if exact and (others := flat.keys() - like.keys()):
+        raise UpdateRejected(f"tensor '{min(others)}' is not part of this answer")
+    check_finite(flat)
+    for name, wanted in like.items():
+        if wanted.is_floating_point() or wanted.dtype == torch.bool:
+            continue
+        counts = flat[name]
+        if (counts < 0).any() or (counts > examples).any() or int(counts.sum()) > examples:
+            raise UpdateRejected(f"'{name}' must count examples, of which there are {examples} at most")
+        if of_sum and not counts.any():
+            raise UpdateRejected(f"'{name}' counts no example at all")
 
 
 def check_length(update: Tree, model: Tensors) -> None:
@@ -188,19 +225,66 @@ def _check_classes(
         most = torch.full_like(counts, MOST_EXAMPLES) if held is None else held
         if ((counts < 1) | (counts > most)).any():
             raise UpdateRejected(f"'{group}counts' claims more examples of a class than this client can have, or none")
-    bias = expected.get(f"{group}bias")
-    if isinstance(bias, Rows) and bias.gradient:
-        _check_gradients(f"{group}bias", flat[f"{group}bias"], classes)
+    rows = {name: row for name, row in expected.items() if isinstance(row, Rows) and name.startswith(group)}
+    if len(classes) and any(row.gradient for row in rows.values()):
+        gradients = tree.unflatten({name.removeprefix(group): flat[name] for name, row in rows.items() if row.gradient})
+        signed = any(row.signed for row in rows.values())
+        wrong = _wrong_bias(gradients, classes) | (_wrong_signs(gradients, classes) if signed else False)
+        if wrong.any():
+            raise UpdateRejected(
+                f"'{group.removesuffix('/')}' of class {int(classes[wrong][0])} is no gradient of a cross-entropy: it "
+                "must lie below zero for its own class and above for the others"
+            )
 
 
-def _check_gradients(name: str, bias: Tensor, classes: Tensor) -> None:
+def _wrong_bias(gradients: Tree, classes: Tensor) -> Tensor:
     """A class's mean gradient for the bias is the mean of p - e_c: below zero for the class itself and above for all
     others, within one of zero. A prototype that was turned round, to push away from its class, is not."""
-    own = torch.nn.functional.one_hot(classes, bias.shape[1]).bool() if len(classes) else bias.bool()
-    towards = torch.where(own, -bias, bias)
-    wrong = ((towards < -_SLACK) | (towards > 1 + _SLACK)).any(dim=1)
-    if wrong.any():
-        raise UpdateRejected(
-            f"'{name}' of class {int(classes[wrong][0])} is no gradient of a cross-entropy: it must lie below zero for "
-            "its own class and above for the others"
-        )
+    if "bias" not in gradients:
+        return torch.zeros(len(classes), dtype=torch.bool)
+    bias = _unpacked(gradients["bias"])
+    towards = torch.where(_own(classes, bias), -bias, bias)
+    return ((towards < -_SLACK) | (towards > 1 + _SLACK)).any(dim=1)
+
+
+def _wrong_signs(gradients: Tree, classes: Tensor) -> Tensor:
+    """That for the weights is the mean of (p - e_c) h^T, so that for h >= 0 each row has the sign of the bias's number:
+    every number of it, or, of factors, the leading part u v^T (Perron and Frobenius: of a matrix without a negative
+    number, it has none either; here with the sign of the class's own row turned)."""
+    if "left" in gradients:
+        return _wrong_factors(_unpacked(gradients["left"]), _unpacked(gradients["right"]), classes)
+    packed = gradients["weight"]
+    table = packed["half"] if isinstance(packed, Mapping) else packed
+    least, most = table.amin(dim=2).double(), table.amax(dim=2).double()
+    own = _own(classes, least)
+    largest = torch.maximum(-least, most).amax(dim=1)
+    tiny = torch.full_like(largest, _TINY)
+    if isinstance(packed, Mapping):
+        tiny = torch.ldexp(tiny, -packed["exponent"].long())
+    slack = (_SLACK * largest + tiny)[:, None]
+    return torch.where(own, most > slack, least < -slack).any(dim=1)
+
+
+def _wrong_factors(left: Tensor, right: Tensor, classes: Tensor) -> Tensor:
+    wrong = torch.zeros(len(classes), dtype=torch.bool)
+    for i, c in enumerate(classes.tolist()):
+        A, B = (t / t.abs().max().clamp(min=1e-300) for t in (left[i], right[i]))
+        u, v = (t.flatten() for t in truncated(A, B, 1))
+        u[c] = -u[c]
+        (above_u, below_u), (above_v, below_v) = ((t.clamp(min=0).norm(), t.clamp(max=0).norm()) for t in (u, v))
+        good = torch.hypot(above_u * above_v, below_u * below_v)
+        bad = torch.hypot(above_u * below_v, below_u * above_v)
+        wrong[i] = bad > _FACTOR_SLACK * good
+    return wrong
+
+
+def _own(classes: Tensor, table: Tensor) -> Tensor:
+    return torch.nn.functional.one_hot(classes, table.shape[1]).bool()
+
+
+def _unpacked(table: Tensor | Tensors) -> Tensor:
+    """In float64; a stranger's exponent may give infinity, or NaN, for which `check_length` is there."""
+    if isinstance(table, Tensor):
+        return table.double()
+    numbers = table["half"].double()
+    return torch.ldexp(numbers, table["exponent"].long().reshape(-1, *[1] * (numbers.dim() - 1)))

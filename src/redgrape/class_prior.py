@@ -40,6 +40,10 @@ def survey(source: PriorSource, site: ClientSite) -> Tree:
     return {"class_counts": class_counts(site)} if source == "global" else {}
 
 
+def survey_like(source: PriorSource, site: ServerSite) -> Tree:
+    return {"class_counts": torch.zeros(site.num_classes, dtype=torch.int64)} if source == "global" else {}
+
+
 def privacy(source: PriorSource) -> str:
     """What the source tells the server beyond the updates."""
     return {

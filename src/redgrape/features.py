@@ -34,6 +34,27 @@ def features(encoder: nn.Module, x: Tensor, statistics: Statistics) -> Tensor:
         return cast(Tensor, encoder(x))
 
 
+_ABOVE = (nn.ReLU, nn.ReLU6, nn.Sigmoid, nn.Softplus)
+_KEEPING = (nn.Dropout, nn.Flatten, nn.Identity, nn.MaxPool2d, nn.AvgPool2d, nn.AdaptiveAvgPool2d)
+
+
+def never_negative(encoder: nn.Module) -> bool:
+    """Whether features are known to be none of them below zero: the encoder ends in a ReLU, say, or in a module that
+    says so of itself by an attribute of this name, with nothing behind it that could change a sign."""
+    for module in reversed(_in_order(encoder)):
+        if type(module) in _ABOVE or getattr(module, "never_negative", False) is True:
+            return True
+        if type(module) not in _KEEPING:
+            return False
+    return False
+
+
+def _in_order(module: nn.Module) -> list[nn.Module]:
+    if type(module) is not nn.Sequential:
+        return [module]
+    return [inner for child in module for inner in _in_order(child)]
+
+
 @contextmanager
 def _evaluation(encoder: nn.Module) -> Iterator[None]:
     training = [m for m in encoder.modules() if m.training]

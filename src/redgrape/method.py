@@ -16,7 +16,7 @@ import torch
 from pydantic import ConfigDict, ValidationError
 from torch import Tensor
 
-from redgrape import acceptance, keys, methods
+from redgrape import acceptance, keys, methods, tree
 from redgrape.acceptance import Declared
 from redgrape.data.examples import Examples, place
 from redgrape.errors import ConfigError, DataError, unknown
@@ -142,6 +142,22 @@ class Method(LocalTraining, ABC):
         """What the method must know of the clients before the first round. Every client answers once, and the server
         gets the sum of the answers alone, so that a secure sum could make it. Empty: nothing is asked."""
         return {}
+
+    def survey_like(self, site: ServerSite) -> Tree:
+        """What an answer to `survey` looks like: a tensor of the same shape and dtype under every name. Whole numbers
+        count examples. A class that writes a `survey` of its own and none of this may answer anything finite."""
+        return {}
+
+    def surveys(self, site: ServerSite) -> bool:
+        """Whether clients are asked before the first round."""
+        described = type(self).survey_like is not Method.survey_like
+        return type(self).survey is not Method.survey and (not described or bool(self.survey_like(site)))
+
+    def check_survey(self, answer: Tree, examples: int, site: ServerSite, *, of_sum: bool = False) -> None:
+        """Raise `acceptance.UpdateRejected` where a client's answer to the survey must not count. `examples`: how many
+        it has at most. `of_sum`: the answer is the sum over all clients, and `examples` are all of theirs."""
+        like = tree.flatten(self.survey_like(site))
+        acceptance.check_survey(answer, like, examples, exact=bool(like), of_sum=of_sum)
 
     @abstractmethod
     def init_server(self, model: Tensors, site: ServerSite) -> Tree:

@@ -48,7 +48,7 @@ def _one_client_round(
     examples = Examples(torch.rand(len(labels), *shape, generator=torch.Generator().manual_seed(0)), labels)
     federation = Federation([examples], examples, num_classes, auxiliary=examples)
     half = ClientHalf(method.model_copy(update={"epochs": 1}), federation, build, 0, 1, _CPU)
-    site = ServerSite(build, 1, num_classes, 0, 0, 1, _CPU, examples, next(half.survey([0])))
+    site = ServerSite(build, 1, num_classes, 0, 0, 1, _CPU, examples, dict(half.survey([0]))[0])
     server = tree.ordered(method.init_server(build().state_dict(), site))
     broadcast = tree.ordered(method.broadcast(server))
     answer = half.run(0, broadcast, Task(), 1)

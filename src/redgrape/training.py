@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from redgrape import engines, keys, tree
-from redgrape.acceptance import Declared, NotFinite, UpdateRejected, check_length, first_not_finite
+from redgrape.acceptance import MOST_EXAMPLES, Declared, NotFinite, UpdateRejected, check_length, first_not_finite
 from redgrape.aggregation import Averaging
 from redgrape.data.federation import Federation
 from redgrape.engines import Answer, ClientHalf, Engine, Lost, ShareOfSum, Task
@@ -87,7 +87,7 @@ def rounds(
     `declared`: what a client said of itself when it joined (None: not known), to which its updates are held.
     `min_answers`: with fewer answers that count, a round is not made and the run stops.
     """
-    state = start if start is not None else _first_state(method, engine, site, eligible, model, states)
+    state = start if start is not None else _first_state(method, engine, site, eligible, model, states, declared)
     with closing(Shelf(spill)) as shelf:
         for t in range(state.round + 1, site.rounds + 1):
             shelf.clear()
@@ -253,18 +253,53 @@ def _first_state(
     clients: Sequence[ClientId],
     model: Tensors | None = None,
     states: ClientStates | None = None,
+    declared: Callable[[ClientId], Declared] | None = None,
 ) -> RunState:
     if model is None:
         model = site.build().state_dict()
     model = {name: t.detach().cpu().clone().contiguous() for name, t in model.items()}
-    survey: Tree = {}
-    if type(method).survey is not Method.survey:
-        for answer in engine.survey(clients):
-            flat = tree.flatten(answer)
-            survey = {name: t + survey[name] for name, t in flat.items()} if survey else flat
+    survey = _survey(method, engine, site, clients, declared) if method.surveys(site) else {}
     with same_bits_everywhere():
-        server = method.init_server(model, replace(site, round=0, survey=tree.unflatten(survey)))
+        server = method.init_server(model, replace(site, round=0, survey=survey))
         return RunState(0, tree.ordered(server), states if states is not None else InMemory())
+
+
+def _survey(
+    method: Method,
+    engine: Engine,
+    site: ServerSite,
+    clients: Sequence[ClientId],
+    declared: Callable[[ClientId], Declared] | None,
+) -> Tree:
+    """The sum of what the clients answer to a method's survey. TooFewClients where an answer, or the sum, cannot be."""
+    total: Tensors | None = None
+    for k, answer in engine.survey(clients):
+        try:
+            if k is not None:
+                method.check_survey(answer, _known(declared, k).examples, site)
+            flat = tree.flatten(answer)
+            if total is not None and _kinds(flat) != _kinds(total):
+                raise UpdateRejected("its names, shapes or types are not those of the clients before it")
+        except UpdateRejected as reason:
+            name = (_known(declared, k).name if k is not None else "") or f"client {k}"
+            raise TooFewClients(
+                f"what {name} answers to the survey before the first round is not taken: {reason}"
+            ) from reason
+        total = flat if total is None else {name: t + total[name] for name, t in flat.items()}
+    survey = tree.unflatten(total or {})
+    try:
+        method.check_survey(survey, sum(_known(declared, k).examples for k in clients), site, of_sum=True)
+    except UpdateRejected as reason:
+        raise TooFewClients(f"the sum of the clients' answers to the survey is not taken: {reason}") from reason
+    return survey
+
+
+def _kinds(flat: Tensors) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    return {name: (t.shape, t.dtype) for name, t in flat.items()}
+
+
+def _known(declared: Callable[[ClientId], Declared] | None, client: ClientId) -> Declared:
+    return Declared(MOST_EXAMPLES) if declared is None else declared(client)
 
 
 def sample_clients(eligible: Sequence[ClientId], count: int, seed: int, round: int) -> list[ClientId]:

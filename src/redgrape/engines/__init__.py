@@ -65,8 +65,8 @@ class Engine(Protocol):
         """These clients' answers to Method.request."""
         ...
 
-    def survey(self, clients: Sequence[ClientId]) -> Iterator[Tree]:
-        """These clients' answers to Method.survey, in the order of their ids."""
+    def survey(self, clients: Sequence[ClientId]) -> Iterator[tuple[ClientId | None, Tree]]:
+        """These clients' answers to Method.survey, in the order of their ids; or their sum alone, of no client."""
         ...
 
     def evaluate(self, model: Tensors, split: Split) -> Scores: ...
@@ -139,10 +139,10 @@ class ClientHalf:
             with same_bits_everywhere():
                 yield client, self.method.request(self.site(client, round))
 
-    def survey(self, clients: Sequence[ClientId]) -> Iterator[Tree]:
+    def survey(self, clients: Sequence[ClientId]) -> Iterator[tuple[ClientId, Tree]]:
         for client in sorted(clients):
             with same_bits_everywhere():
-                yield self.method.survey(self.site(client, 0))
+                yield client, self.method.survey(self.site(client, 0))
 
     def examples(self, split: Split) -> Examples:
         examples = self.federation.test if split == "test" else self.federation.validation

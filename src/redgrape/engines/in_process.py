@@ -28,7 +28,7 @@ class InProcess:
     def requests(self, clients: Sequence[ClientId], round: int) -> Iterator[tuple[ClientId, Tree]]:
         return self._half.requests(clients, round)
 
-    def survey(self, clients: Sequence[ClientId]) -> Iterator[Tree]:
+    def survey(self, clients: Sequence[ClientId]) -> Iterator[tuple[ClientId, Tree]]:
         return self._half.survey(clients)
 
     def evaluate(self, model: Tensors, split: Split) -> Scores:

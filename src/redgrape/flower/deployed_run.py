@@ -80,6 +80,7 @@ class DeployedRun(Run):
             "evaluated": "sites" if federation.evaluated_elsewhere else "server",
             "min_count": options.min_count,
             "run": self._name,
+            "joined": dict((before or {}).get("joined", {})),
             "files": {},
             "stack": 1,
         }
@@ -91,20 +92,26 @@ class DeployedRun(Run):
             keys = [certificates.public_identity(self._deployment.site(name) / "key.pub") for name in sites]
 
         def make(half: ClientHalf) -> Engine:
-            return FlowerEngine(half, self._grid, options, self.experiment, self._name, keys, self._say)
+            joined = self.folder.environment().get("joined", {})
+            return FlowerEngine(
+                half, self._grid, options, self.experiment, self._name, keys, self._say, joined, self._note_joined
+            )
 
         return make
 
+    def _note_joined(self, name: str, said: Mapping[str, Any]) -> None:
+        environment = self.folder.environment()
+        joined = environment.get("joined", {})
+        if joined.get(name) != said:
+            self.folder.write_environment(environment | {"joined": {**joined, name: dict(said)}}, None)
+
     def _note_lost(self, record: Mapping[str, Any]) -> None:
-        """Also of what was rejected, and by the sites' names."""
+        """At once, also of what was rejected, and by the sites' names."""
         for what, reasons in (("lost", record["lost"]), ("rejected", record["rejected"])):
             for client, reason in reasons.items():
                 words = "was not there" if what == "lost" else "sent an update that is rejected"
-                note = (
-                    f"round {record['round']}: site '{self._deployment.options.sites[int(client)]}' {words}: {reason}"
-                )
-                self.notes.append(note)
-                self._say(note)
+                site = self._deployment.options.sites[int(client)]
+                self._say(f"round {record['round']}: site '{site}' {words}: {reason}")
 
 
 def _contents(*sets: Examples | None) -> str:

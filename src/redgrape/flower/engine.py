@@ -13,11 +13,13 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
+import numpy as np
 import safetensors
 import torch
 
+import redgrape
 from redgrape import evaluate, tree
 from redgrape.acceptance import MOST_EXAMPLES, Declared, UpdateRejected, named_tensors
 from redgrape.engines import Answer, ClientHalf, Lost, ShareOfSum, Split, Task
@@ -27,6 +29,7 @@ from redgrape.experiment import Experiment
 from redgrape.flower import wire
 from redgrape.flower.federation import PartialFederation
 from redgrape.flower.folder import FEWEST_IN_SUM, DeployOptions
+from redgrape.flower.patience import within
 from redgrape.flower.wire import PROTOCOL, Header, Parts, Reply
 from redgrape.method import ClientId
 from redgrape.store import KEPT
@@ -39,9 +42,14 @@ if TYPE_CHECKING:
 
     from redgrape.flower.secure_sum import Letters, Summed
 
+T = TypeVar("T")
+
 POLL = 0.1  # seconds between two looks for answers
 NODES = 1.0  # seconds between two looks for sites
 JOIN = 30.0  # seconds for a node to say who it is
+LINK = 120.0  # seconds for the SuperLink to take a call, which Flower would repeat for ever
+_NUMBERS = ("examples", "tests")  # that a site declares: to train on, and to evaluate on
+_VERSIONS = ("redgrape", "torch", "numpy", "machine", "cpu")
 _KINDS = {"train": "train", "evaluate": "evaluate"}  # Flower's types of messages; all others are queries
 
 
@@ -54,7 +62,8 @@ class _Member:
 
 
 class FlowerEngine:
-    """`keys`: the public key of each site, None where nodes are not authenticated."""
+    """`keys`: the public key of each site, None where nodes are not authenticated. `declared`: what sites said
+    when they first joined the run, by name, where it goes on; `record` is told what each says that joins."""
 
     def __init__(
         self,
@@ -65,6 +74,8 @@ class FlowerEngine:
         run: str,
         keys: Sequence[bytes] | None,
         say: Callable[[str], None],
+        declared: Mapping[str, Mapping[str, Any]],
+        record: Callable[[str, Mapping[str, Any]], None],
     ) -> None:
         assert isinstance(half.federation, PartialFederation)
         self._half, self._federation = half, half.federation
@@ -74,6 +85,11 @@ class FlowerEngine:
         self._at_once = max(self._fewest, FEWEST_IN_SUM if options.secure_aggregation else 1)  # to begin a round
         self._waited = False  # for all sites, as at the beginning of a run
         self._reach = KEPT * experiment.checkpoint_every + 1  # rounds that a resume may go back
+        self._declared: dict[str, dict[str, Any]] = {
+            name: {key: said[key] for key in _NUMBERS} for name, said in declared.items() if "examples" in said
+        }
+        self._record = record
+        self._told = True  # who has declared what
         self._members: dict[int, _Member] = {}  # by node id
         self._refused: dict[int, str] = {}  # the same, with since when
         self._failed: dict[int, str] = {}  # the same, with what Flower last said of it
@@ -160,11 +176,11 @@ class FlowerEngine:
             except UpdateRejected as reason:
                 self._say(f"what site '{self._name(k)}' asks for in round {round} is not taken: {reason}")
 
-    def survey(self, clients: Sequence[ClientId]) -> Iterator[Tree]:
+    def survey(self, clients: Sequence[ClientId]) -> Iterator[tuple[ClientId | None, Tree]]:
         """All of them must answer: a sum over fewer would be of another federation."""
         questions: dict[ClientId, Any] = {k: ({"round": 0}, {}) for k in clients}
         if self._options.secure_aggregation:
-            yield self._sum_or_stop("survey", questions, len(clients)).total
+            yield None, self._sum_or_stop("survey", questions, len(clients)).total
             return
         replies = dict(self._ask("survey", questions, self._options.deadlines.evaluate, len(clients)))
         for k in sorted(clients):
@@ -172,7 +188,7 @@ class FlowerEngine:
             if isinstance(reply, Lost):
                 raise TooFewClients(f"the survey before the first round needs all sites: {reply.reason}")
             try:
-                yield _checked(reply, "survey")
+                yield k, _checked(reply, "survey")
             except UpdateRejected as reason:
                 raise TooFewClients(
                     f"what site '{self._name(k)}' answers to the survey is not taken: {reason}"
@@ -198,7 +214,7 @@ class FlowerEngine:
                 self._say(f"site '{self._name(k)}' did not evaluate: {reply.reason}")
                 continue
             try:
-                scores[k] = self._scores(_checked(reply, "scores"))
+                scores[k] = self._scores(_checked(reply, "scores"), self._declared[self._name(k)]["tests"])
             except UpdateRejected as error:
                 self._say(f"the evaluation of site '{self._name(k)}' is not taken: {error}")
         if not scores:
@@ -214,13 +230,16 @@ class FlowerEngine:
             why = "".join(f"; site '{self._name(k)}': {reason}" for k, reason in failure.lost.items())
             raise TooFewClients(f"the sites' answers to '{of}' gave no sum: {failure}{why}") from failure
 
-    def _scores(self, sent: Tree) -> tuple[torch.Tensor, float]:
+    def _scores(self, sent: Tree, tests: int | None = None) -> tuple[torch.Tensor, float]:
+        """`tests`: on how many examples this site evaluates, where that is known."""
         C = self._federation.num_classes
         confusion, loss = sent.get("confusion"), sent.get("loss")
         if not (isinstance(confusion, torch.Tensor) and confusion.shape == (C, C) and confusion.dtype == torch.int64):
             raise UpdateRejected(f"'confusion' must be {C} by {C} whole numbers")
         if (confusion < 0).any() or not confusion.sum() or (confusion > 10**9).any():
             raise UpdateRejected("'confusion' must count examples")
+        if tests is not None and int(confusion.sum()) != tests:
+            raise UpdateRejected(f"'confusion' counts {int(confusion.sum())} examples, and the site declared {tests}")
         if not (isinstance(loss, torch.Tensor) and loss.shape == () and torch.isfinite(loss) and loss >= 0):
             raise UpdateRejected("'loss' must be one finite number that is not negative")
         return confusion, float(loss)
@@ -271,14 +290,15 @@ class FlowerEngine:
             Message(content, node, _KINDS.get(kind, "query"), ttl=seconds, group_id=group)
             for node, content in letters.items()
         ]
-        ids = list(self._grid.push_messages(messages)) if messages else []
+        ids = self._call(self._grid.push_messages, messages, seconds=seconds) if messages else []
         waiting = {number: node for number, node in zip(ids, letters, strict=True) if number}
         for node in set(letters) - set(waiting.values()):
             yield node, None
         del messages
         ends = time.monotonic() + seconds
         while waiting and time.monotonic() < ends:
-            for message in self._grid.pull_messages(list(waiting)):
+            left = ends - time.monotonic()
+            for message in self._call(self._grid.pull_messages, list(waiting), seconds=left):
                 number = message.metadata.reply_to_message_id
                 if number in waiting:
                     yield waiting.pop(number), message
@@ -286,6 +306,16 @@ class FlowerEngine:
                 time.sleep(POLL)
         for node in waiting.values():
             yield node, None
+
+    def _call(self, call: Callable[..., Iterable[T]], *words: Any, seconds: float = 0.0) -> list[T]:
+        """What a call of the SuperLink gives, which may take so long and a little more."""
+        limit = max(seconds, 0.0) + LINK
+        return within(
+            limit,
+            lambda: list(call(*words)),
+            f"the SuperLink has not answered for {limit:g} seconds; see server/superlink.log, start the server again, "
+            "and give the same command: the run goes on from its checkpoint",
+        )
 
     def _connected(self, sites: Iterable[ClientId], fewest: int) -> dict[ClientId, int]:
         """The nodes of these sites. At the beginning all are waited for, so that a run that goes on does so with the
@@ -296,6 +326,8 @@ class FlowerEngine:
             enough = len(there) >= (min(fewest, len(wanted)) if self._waited else len(wanted))
             if enough or time.monotonic() >= ends:
                 self._waited = True
+                if not self._told:
+                    self._tell_shares()
                 return there
             if not told:
                 self._say(f"waiting for {', '.join(self._name(k) for k in sorted(wanted - there.keys()))}")
@@ -304,7 +336,7 @@ class FlowerEngine:
 
     def _join(self) -> dict[ClientId, int]:
         """The sites that are connected. A node that is new, or was away, is asked who it is."""
-        nodes = {node.node_id: node for node in self._grid.get_nodes()}
+        nodes = {node.node_id: node for node in self._call(self._grid.get_nodes)}
         self._members = {i: m for i, m in self._members.items() if i in nodes and m.since == nodes[i].last_activated_at}
         new = [i for i in nodes if i not in self._members and self._refused.get(i) != nodes[i].last_activated_at]
         question = {"kind": "join", "deadline": JOIN, "protocol": PROTOCOL}
@@ -352,15 +384,54 @@ class FlowerEngine:
             raise UpdateRejected(f"site '{name}' and the server do not agree on where models are evaluated")
         if bool(said.get("secure_aggregation")) != self._options.secure_aggregation:
             raise UpdateRejected(f"site '{name}' and the server do not agree on secure_aggregation")
-        examples = said.get("examples")
-        if self._options.secure_aggregation:
-            examples = MOST_EXAMPLES  # a site tells no number of its own
-        if not isinstance(examples, int) or examples < 1:
-            raise UpdateRejected(f"site '{name}' has no examples")
-        self._federation.joined[k] = Declared(examples)
-        versions = {key: str(said.get(key))[:40] for key in ("redgrape", "torch", "numpy", "machine", "cpu")}
-        self._say(f"site '{name}' has joined ({json.dumps(versions)})")
+        versions = {key: str(said.get(key))[:40] for key in _VERSIONS}
+        if versions["redgrape"] != redgrape.__version__:
+            raise UpdateRejected(
+                f"site '{name}' has redgrape {versions['redgrape']}, and the server {redgrape.__version__}; install "
+                "the same"
+            )
+        facts = self._declare(k, said) | versions
+        self._record(name, facts)
+        self._say(f"site '{name}' has joined ({json.dumps(facts)})")
+        for package, here in (("torch", torch.__version__), ("numpy", np.__version__)):
+            if versions[package] != here:
+                self._say(f"site '{name}' has {package} {versions[package]}, and the server {here}: bits may differ")
         return k
+
+    def _declare(self, k: ClientId, said: Header) -> dict[str, Any]:
+        """Hold a site to how many examples it has said that it has, when it first joined the run: to train on, by
+        which it is weighed in averages, and to evaluate on. With secure sums it tells no number."""
+        name = self._name(k)
+        if self._options.secure_aggregation:
+            self._federation.joined[k] = Declared(MOST_EXAMPLES, name=f"site '{name}'")
+            return {}
+        numbers = {key: said.get(key) for key in _NUMBERS}
+        for key, number in numbers.items():
+            if type(number) is not int or not (key == "examples") <= number <= MOST_EXAMPLES:
+                raise UpdateRejected(f"site '{name}' says that it has {str(number)[:40]} {key}, which cannot be")
+        first = self._declared.setdefault(name, numbers)
+        if numbers["examples"] > first["examples"] or numbers["tests"] != first["tests"]:
+            raise UpdateRejected(
+                f"site '{name}' joined this run with {first['examples']} examples and {first['tests']} to test on, and "
+                f"says {numbers['examples']} and {numbers['tests']} now; put its data back, or start a new run"
+            )
+        if k not in self._federation.joined:
+            self._federation.joined[k] = Declared(first["examples"], name=f"site '{name}'")
+            self._told = False
+        return dict(first)
+
+    def _tell_shares(self) -> None:
+        """What each site has declared, and who could carry the average alone."""
+        self._told = True
+        for key, what in (("examples", "in averages"), ("tests", "in evaluations")):
+            numbers = {self._name(k): self._declared[self._name(k)][key] for k in sorted(self._federation.joined)}
+            if not (total := sum(numbers.values())):
+                continue
+            words = ", ".join(f"{name} {n} ({n / total:.0%})" for name, n in numbers.items())
+            self._say(f"{key} that sites have declared: {words}")
+            name, most = max(numbers.items(), key=lambda item: item[1])
+            if 2 * most > total and len(numbers) > 1:
+                self._say(f"site '{name}' has declared more {key} than all others together, and decides {what}")
 
     def _name(self, k: ClientId) -> str:
         return self._options.sites[k]
@@ -392,7 +463,7 @@ def _state(header: Header, round: int) -> Tree:
 
 
 def _checked(reply: Reply, name: str) -> Tree:
-    """A tree of finite tensors from a site, else UpdateRejected."""
+    """Named tensors from a site, else UpdateRejected. What is in them is for others to judge."""
     try:
         sent = tree.from_bytes(reply.parts[name])
     except (KeyError, ValueError, RecursionError, safetensors.SafetensorError) as error:

@@ -114,6 +114,17 @@ class Owned:
         return marked(self._mark) | ({self.process.pid} if self.process.poll() is None else set())
 
 
+def identity(pid: int) -> str:
+    """What tells a process from a later one with the same number: when this machine, and it, were started. Empty where
+    it has ended or the system does not tell."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
+    except OSError:
+        return ""
+    return "" if fields[0] in "ZX" else f"{boot} {fields[19]}"
+
+
 def marked(mark: str) -> set[int]:
     """The processes that have this in their environment, and have not ended."""
     found = set()

@@ -18,23 +18,39 @@ import torch
 from redgrape.errors import RedgrapeError
 from redgrape.flower import wire
 from redgrape.flower.folder import SiteFolder
+from redgrape.flower.patience import PROMISE, Promise
 from redgrape.flower.processes import end_with_parent
 from redgrape.flower.site import Site
 
 READ_DEADLINE = 60.0  # seconds for a question that has begun to arrive
+BEAT = 5.0  # seconds between two words of a process that has nothing to do
+SLACK = 3 * READ_DEADLINE  # seconds beyond what it takes by its deadlines, after which it counts as hung
 
 
-def serve(site: Site, listening: socket.socket) -> None:
-    """Answer one question after another, for ever."""
+def serve(site: Site, listening: socket.socket, promise: Promise) -> None:
+    """Answer one question after another, for ever, and promise each time when it will be done."""
+    listening.settimeout(BEAT)
     while True:
-        connection, _ = listening.accept()
+        promise.give(SLACK)
+        try:
+            connection, _ = listening.accept()
+        except TimeoutError:
+            continue
         with connection:
             connection.settimeout(READ_DEADLINE)
             try:
                 header, parts = wire.receive(connection)
+                promise.give(_seconds(header) + SLACK)
                 wire.send(connection, *site.answer(header, parts))
             except (OSError, wire.NotUnderstood) as error:  # who asked has gone; the next one may be there
                 print(f"a question could not be answered: {error}", file=sys.stderr, flush=True)
+
+
+def _seconds(header: wire.Header) -> float:
+    try:
+        return max(0.0, float(header["deadline"]))
+    except (KeyError, TypeError, ValueError):  # it will be answered with an error at once
+        return 0.0
 
 
 def main() -> None:
@@ -57,7 +73,7 @@ def main() -> None:
         options.socket.chmod(0o600)
         listening.listen(4)
         print(json.dumps({"ready": True, "counts": site.counts(), "test": len(site.test)}), flush=True)
-        serve(site, listening)
+        serve(site, listening, Promise(options.socket.with_name(PROMISE)))
 
 
 if __name__ == "__main__":

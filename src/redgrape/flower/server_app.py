@@ -19,23 +19,26 @@ from flwr.serverapp import Grid, ServerApp
 from redgrape.errors import ConfigError, RedgrapeError
 from redgrape.flower.deployed_run import DeployedRun
 from redgrape.flower.folder import Deployment
-from redgrape.flower.processes import DEPLOYMENT
+from redgrape.flower.processes import DEPLOYMENT, identity
 from redgrape.store import RunFolder
 
 app = ServerApp()
 
 
+KEPT = 100  # words that run.json holds; all are in run.log
+
+
 class Journal:
-    """server/run.json and server/run.log."""
+    """server/run.json and server/run.log. `said` are the last of all the words; `words` counts them all."""
 
     def __init__(self, deployment: Deployment, ticket: str, run: str) -> None:
         self._file, self._log = deployment.server / "run.json", deployment.server / "run.log"
-        self._state: dict[str, Any] = {"ticket": ticket, "run": run, "pid": os.getpid(), "state": "running", "said": []}
-        self.write()
+        pid = os.getpid()
+        self._state: dict[str, Any] = {"ticket": ticket, "run": run, "state": "running", "said": [], "words": 0}
+        self.write(pid=pid, process=identity(pid))
 
     def say(self, words: str) -> None:
-        self._state["said"] = [*self._state["said"][-99:], words]
-        self.write()
+        self.write(said=[*self._state["said"], words][-KEPT:], words=self._state["words"] + 1)
         with self._log.open("a", encoding="utf-8") as file:
             file.write(f"{time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime())} {words}\n")
 

@@ -17,6 +17,8 @@ from redgrape.flower.link import START_DEADLINE, Link, wait_until
 from redgrape.flower.processes import DEPLOYMENT, Owned, environment, require_flower
 
 RESTARTS = 5  # in a row, after which it is given up
+LOOK_EVERY = 10.0  # seconds between two looks whether it answers
+UNANSWERED = 12  # looks in a row, after which it counts as hung
 STEADY = 60.0  # seconds after which a start counts as one that went well
 
 
@@ -77,18 +79,26 @@ class Server:
             raise RedgrapeError(f"{error}; if keys are in use already, remove '{database}': it is made anew") from error
 
     def watch(self) -> None:
-        """Until it is interrupted. A SuperLink that ends is started again."""
+        """Until it is interrupted. A SuperLink that ends, or does not answer any more, is started again."""
         failures, begun = 0, time.monotonic()
+        looked, unanswered = begun, 0
         while True:
             assert self._owned is not None
             code = self._owned.code()
-            if code is not None:
+            if code is None and time.monotonic() - looked >= LOOK_EVERY:
+                unanswered = 0 if self.link.is_up() else unanswered + 1
+                looked = time.monotonic()
+            if code is not None or unanswered >= UNANSWERED:
+                what = f"has not answered {unanswered} times" if code is None else f"has ended with code {code}"
                 failures = 1 if time.monotonic() - begun > STEADY else failures + 1
                 if failures > RESTARTS:
-                    raise RedgrapeError(f"the server has ended {failures} times (code {code}); see {self._owned.log}")
-                self._say(f"the SuperLink has ended with code {code}; starting it again")
+                    raise RedgrapeError(
+                        f"the SuperLink {what}; that is {failures} failures in a row; see {self._owned.log}"
+                    )
+                self._say(f"the SuperLink {what}; starting it again")
                 self.stop()
-                begun = time.monotonic()
+                begun = looked = time.monotonic()
+                unanswered = 0
                 self.start()
             time.sleep(0.5)
 

@@ -115,6 +115,7 @@ class Site:
             "sites": self.options.sites,
             "agreement": agreement.model_dump(mode="json"),
             "examples": None if self.options.secure_aggregation else len(self.train),
+            "tests": None if self.options.secure_aggregation else len(self._judged),
             "secure_aggregation": self.options.secure_aggregation,
             "evaluates": self.options.evaluates,
             "redgrape": redgrape.__version__,
@@ -126,7 +127,8 @@ class Site:
         return facts, {}
 
     def _survey(self, header: Header, parts: Parts) -> tuple[Header, dict[str, Tree]]:
-        return {}, {"survey": next(self._half(header).survey([self.index]))}
+        _, answer = next(self._half(header).survey([self.index]))
+        return {}, {"survey": answer}
 
     def _request(self, header: Header, parts: Parts) -> tuple[Header, dict[str, Tree]]:
         _, request = next(self._half(header).requests([self.index], int(header["round"])))
@@ -139,7 +141,7 @@ class Site:
         answer = half.run(self.index, _tree(parts, "broadcast"), Task(state, _tree(parts, "message")), round)
         new = tree.ordered(answer.state)
         if new:
-            self._states.save(run, round, new, int(header["reach"]))
+            self._states.save(run, round, new, int(header["reach"]), None if start is None else int(start))
         return {"has_state": bool(new)}, {"update": tree.ordered(answer.update)}
 
     def _evaluate(self, header: Header, parts: Parts) -> tuple[Header, dict[str, Tree]]:

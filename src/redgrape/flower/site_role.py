@@ -16,12 +16,15 @@ from typing import Any
 from redgrape.errors import BusyError, ConfigError, DataError, RedgrapeError, StorageError
 from redgrape.flower import certificates, warm
 from redgrape.flower.folder import SiteFolder
+from redgrape.flower.patience import PROMISE, Promise
 from redgrape.flower.processes import LOOK, POLL, SOCKET, Owned, environment, require_flower
 
 START_DEADLINE = 600.0  # seconds for the data to be read and checked
 CONNECT_DEADLINE = 20.0
 PATIENCE = 120.0  # seconds to retry where the server is there and refuses: a site that was killed counts as connected
 AGAIN = 3.0
+TOLD_EVERY = 300.0  # seconds between two words of a site that waits for its server
+BROKEN_LOOKS = 20  # in a row that see a promise broken: after a pause of the machine it may just not be renewed yet
 LOOKS_A_SECOND = 20.0  # of all sites together, for messages, so that many sites do not keep the server busy
 
 
@@ -37,6 +40,8 @@ class SiteRole:
         self._resident: Owned | None = None
         self._warm: Owned | None = None
         self._node: Owned | None = None
+        self._promise = Promise(Path(self._socket).with_name(PROMISE))
+        self._broken = 0
 
     def start(self) -> dict[str, Any]:
         """Read and check the data, then connect; what the site holds, for its own eyes."""
@@ -55,6 +60,8 @@ class SiteRole:
         log.unlink(missing_ok=True)
         command = [*self.resident, str(self._folder.path), "--data", str(self._data)]
         env = environment(self._folder.flower_home)
+        self._promise.take_back()
+        self._broken = 0
         self._resident = Owned([*command, "--socket", self._socket], env, log)
         ends = time.monotonic() + START_DEADLINE
         while time.monotonic() < ends:
@@ -91,14 +98,23 @@ class SiteRole:
     def _socket(self) -> str:
         return str(Path(self._sockets.name) / "socket")
 
-    def _await_server(self) -> None:
-        """Until the server answers with a certificate that this site can trust; a false one is an error at once."""
-        told = False
-        while (reason := check_server(self._folder)) is not None:
-            if not told:
+    def _await_server(self, *, again: bool = False) -> None:
+        """Until the server answers with a certificate that this site can trust. A false one is an error at once, but
+        not where the site was connected before: it has expired, say, and will be renewed."""
+        told, since = "", time.monotonic()
+        while (reason := self._why_not(again)) is not None:
+            if reason != told or time.monotonic() - since >= TOLD_EVERY:
                 self._say(f"waiting for the server {self._folder.options.server} ({reason})")
-                told = True
+                told, since = reason, time.monotonic()
             time.sleep(AGAIN)
+
+    def _why_not(self, again: bool) -> str | None:
+        try:
+            return check_server(self._folder)
+        except ConfigError as error:
+            if not again:
+                raise
+            return f"NOT TRUSTED, nothing is sent to it: {error}"
 
     def _start_node(self) -> None:
         options, log = self._folder.options, self._folder.path / "supernode.log"
@@ -120,8 +136,10 @@ class SiteRole:
         while not until():
             assert self._resident is not None
             assert self._node is not None
-            if self._resident.code() is not None:
-                self._say("the site's process has ended; starting it again")
+            self._broken = self._broken + 1 if self._promise.is_broken() else 0
+            if self._resident.code() is not None or self._broken >= BROKEN_LOOKS:
+                what = "has ended" if self._resident.code() is not None else "hangs"
+                self._say(f"the site's process {what}; starting it again")
                 self._resident.stop()
                 self._start_resident()
             if self._warm is not None and self._warm.code() is not None:
@@ -141,7 +159,7 @@ class SiteRole:
                     refused_since = None
                 self._say(f"not connected; trying again ({said[-160:]})")
                 time.sleep(AGAIN)
-                self._await_server()
+                self._await_server(again=True)
                 self._start_node()
             elif "SuperNode ID" in self._node.last_words():
                 refused_since = None
@@ -172,6 +190,8 @@ def check_server(folder: SiteFolder) -> str | None:
             f"{options.server} is not the server of this deployment: {error.verify_message}; ask the server's people "
             "for the right ca.crt or address"
         ) from error
+    except (ssl.SSLEOFError, ssl.SSLZeroReturnError):  # as a server does that is ending or just starting
+        return "it closed the connection"
     except ssl.SSLError as error:
         raise ConfigError(
             f"{options.server} does not speak TLS as it should ({error.reason}); nothing was sent"

@@ -42,15 +42,19 @@ class SiteStates:
         except (safetensors.SafetensorError, ValueError) as error:
             raise StorageError(f"'{path}' cannot be read: {error}") from error
 
-    def save(self, run: str, round: int, state: Tree, reach: int) -> None:
-        """Keep it, with those of the `reach` rounds before, and the newest of those before that."""
+    def save(self, run: str, round: int, state: Tree, reach: int, start: int | None) -> None:
+        """Keep it, and all that the server may still ask for: the state of the round `start` that it has just named,
+        those of the `reach` rounds before this one, and the newest before these. What lies between `start` and this
+        round was saved and did not count, since the server names the newest that does."""
         path = self._file(run, round)
         with durable.storage_errors("make", path.parent):
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         data = tree.to_bytes(state)
         durable.replace_file(path, hashlib.sha256(data).digest() + data)
-        older = sorted(n for n in self.rounds(run) if n < round - reach)
-        for n in older[:-1]:
+        before = [n for n in self.rounds(run) if n < round]
+        counted = [n for n in before if start is not None and n <= start]
+        older = [n for n in counted if n < round - reach]
+        for n in [*older[:-1], *before[len(counted) :]]:
             durable.remove(self._file(run, n))
 
     def rounds(self, run: str) -> list[int]:

@@ -6,9 +6,9 @@ import json
 import os
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from redgrape import methods
 from redgrape.errors import BusyError, ConfigError, DataError, Diverged, RedgrapeError, StorageError, TooFewClients
@@ -16,10 +16,12 @@ from redgrape.experiment import Experiment
 from redgrape.flower import floors
 from redgrape.flower.folder import FEWEST_IN_SUM, Deployment, DeployOptions
 from redgrape.flower.link import Link
+from redgrape.flower.processes import identity
 from redgrape.store import RunFolder
 from redgrape.training import RunState, Step
 
 START_DEADLINE = 120.0  # seconds for the server's part to begin
+SILENCE = 3600.0  # seconds for the server's own work in a round, beside what it waits for
 ATTEMPTS = 3  # how often the server's part may die before it is given up
 _KINDS = {kind.exit_code: kind for kind in (ConfigError, Diverged, TooFewClients, DataError, StorageError, BusyError)}
 
@@ -99,6 +101,8 @@ class Submission:
         }
         self._more = ("--federation-config", _simulated(deployment)) if simulation else ()
         self._shown = 0  # how many of the server's words were passed on
+        limits = deployment.options.deadlines
+        self._longest = 6 * limits.join + limits.round + 8 * limits.evaluate + SILENCE
 
     def carry_out(self, step: Callable[[Step], None], say: Callable[[str], None]) -> None:
         """Until the run is finished. Where the server's part dies, it is started again and goes on."""
@@ -118,14 +122,21 @@ class Submission:
         try:
             self._await_begin(ticket, run)
             seen = self._folder.newest_round()
+            before: dict[str, Any] = {}
+            moved = time.monotonic()
             while not done:
                 state = self._journal()
+                if state != before:
+                    before, moved = state, time.monotonic()
                 done = state.get("state") != "running"
-                gone = not done and not _runs(int(state["pid"]))
+                gone = not done and not _runs(state)
                 seen = self._pass_on(state, seen, step, say)
                 if gone and self._journal().get("state") == "running":
                     done = True
                     raise Died("the server's part of the run has ended without a word")
+                if not done and time.monotonic() - moved > self._longest:
+                    done = True
+                    self._give_up(run, say)
                 time.sleep(0.2)
         finally:
             if not done:  # interrupted: what nobody follows is not left running
@@ -133,6 +144,17 @@ class Submission:
         if state["state"] != "finished":
             kind = _KINDS.get(int(state.get("exit_code", 1)), RedgrapeError)
             raise kind(str(state.get("message", "the run has failed")))
+
+    def _give_up(self, run: str, say: Callable[[str], None]) -> NoReturn:
+        """A round has its deadlines, so one that goes on for longer than all of them hangs."""
+        try:
+            self._link.stop(run)
+        except RedgrapeError as error:  # the SuperLink may hang as well
+            say(str(error))
+        raise RedgrapeError(
+            f"the server's part of the run has told nothing for {self._longest:g} seconds and was given up; see "
+            f"{self._deployment.server / 'run.log'}; the same command goes on after round {self._folder.newest_round()}"
+        )
 
     def _await_begin(self, ticket: str, run: str) -> None:
         ends = time.monotonic() + START_DEADLINE
@@ -148,10 +170,12 @@ class Submission:
     def _pass_on(
         self, state: dict[str, Any], seen: int, step: Callable[[Step], None], say: Callable[[str], None]
     ) -> int:
-        said = state.get("said", [])
-        for words in said[self._shown :]:
+        said, count = state.get("said", []), int(state.get("words", 0))
+        if missed := max(0, count - len(said) - self._shown):
+            say(f"{missed} lines more are in {self._deployment.server / 'run.log'}")
+        for words in said[max(0, self._shown + len(said) - count) :]:
             say(words)
-        self._shown = len(said)
+        self._shown = count
         if int(state.get("round", 0)) > seen:
             times = {line["round"]: line for line in self._folder.times()}
             for record in self._folder.metrics():
@@ -176,20 +200,20 @@ def journal(deployment: Deployment) -> dict[str, Any]:
 
 def is_active(deployment: Deployment) -> bool:
     state = journal(deployment)
-    return state.get("state") == "running" and _runs(int(state["pid"]))
+    return state.get("state") == "running" and _runs(state)
 
 
-def _runs(pid: int) -> bool:
+def _runs(state: Mapping[str, Any]) -> bool:
+    """Whether the process that wrote this still runs; after a restart of the machine another may have its number."""
+    pid = int(state["pid"])
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
-    except PermissionError:
-        return True
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return True
+    except PermissionError:  # somebody else's
+        pass
+    found = identity(pid)
+    return not Path("/proc/self/stat").exists() or (found != "" and found == state.get("process", found))
 
 
 def _simulated(deployment: Deployment) -> str:

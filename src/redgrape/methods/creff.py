@@ -29,6 +29,7 @@ from redgrape.class_sampling import at_most
 from redgrape.classifier_gradients import class_mean_gradients
 from redgrape.errors import ConfigError
 from redgrape.features import features as encode
+from redgrape.features import never_negative
 from redgrape.gradient_matching import Distance, match
 from redgrape.method import ClientId, ClientSite, ServerSite
 from redgrape.methods.fedavg import FedAvg
@@ -134,7 +135,9 @@ class Creff(ClassReports, FedAvg):
         return {"classes": classes, **mean}
 
     def update_like(self, server: Tree, site: ServerSite) -> Tree:
-        return {**super().update_like(server, site), "class_gradients": class_rows(server["psi"], gradients=True)}
+        signed = never_negative(site.load(server["model"]).encoder)
+        rows = class_rows(server["psi"], gradients=True, signed=signed)
+        return {**super().update_like(server, site), "class_gradients": rows}
 
     def server_update(self, server: Tree, updates: Mapping[ClientId, Tree], site: ServerSite) -> Tree:
         averaged = self.averaged_model(self.broadcast(server)["model"], updates)

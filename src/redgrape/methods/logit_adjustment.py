@@ -56,6 +56,9 @@ class LogitAdjustment(FedAvg):
     def survey(self, site: ClientSite) -> Tree:
         return class_prior.survey(self.prior, site)
 
+    def survey_like(self, site: ServerSite) -> Tree:
+        return class_prior.survey_like(self.prior, site)
+
     def why_not_summed(self) -> str | None:
         return class_prior.why_not_summed(self.prior) or super().why_not_summed()
 

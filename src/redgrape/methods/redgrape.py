@@ -43,7 +43,7 @@ from redgrape.class_reports import PRIVATE, ClassReports, contributors
 from redgrape.class_sampling import at_most
 from redgrape.classifier_gradients import per_class, summed_gradient
 from redgrape.errors import ConfigError
-from redgrape.features import Statistics, features
+from redgrape.features import Statistics, features, never_negative
 from redgrape.half_precision import pack, round_, unpack
 from redgrape.method import ClientId, ClientSite, ServerSite
 from redgrape.methods.fedavg import FedAvg
@@ -329,7 +329,8 @@ class RedGrape(ClassReports, FedAvg):
     def update_like(self, server: Tree, site: ServerSite) -> Tree:
         one = self._sent({name: g[:1] for name, g in server["prototypes"].items()})
         row = tree.unflatten({name: g[0] for name, g in tree.flatten(one).items()})
-        rows = class_rows(row, counted=self.prototype_weights == "count", gradients=True)
+        signed = never_negative(site.load(server["model"]).encoder)
+        rows = class_rows(row, counted=self.prototype_weights == "count", gradients=True, signed=signed)
         like = {**super().update_like(server, site), "prototypes": rows}
         return like | ({"delta_W_hat": server["W_hat"]} if self.two_stream else {})
 

@@ -101,6 +101,8 @@ def _encoder(
 
 
 class _Block(nn.Module):
+    never_negative = True  # it ends in a ReLU
+
     def __init__(self, branch: nn.Module, shortcut: nn.Module) -> None:
         super().__init__()
         self.branch = branch
