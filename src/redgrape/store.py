@@ -4,7 +4,7 @@
     environment.json         on what: versions and machine
     partition.safetensors    which training rows each client holds
     metrics.jsonl            one line a round; equal in bits between equal runs
-    times.jsonl              wall-clock seconds a round, apart because they never are
+    times.jsonl              wall-clock seconds a round, and with how many workers; apart because they never are equal
     checkpoints/round-NNNNNN/{server,clients}.safetensors, description.toml, which is the experiment.toml of the time,
                              and manifest.json with their checksums; the last two are kept
     clients/NNNNNN.states    the clients' states, where they have any; clients.safetensors is the index to them
