@@ -7,6 +7,7 @@ import io
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 import tomllib
@@ -23,7 +24,7 @@ from redgrape.errors import ConfigError
 from redgrape.experiment import Experiment
 from redgrape.report import RunView
 from redgrape.store import RunFolder
-from redgrape.suites import cost, description, grid, ledger, search, statistics, tables
+from redgrape.suites import cost, curves, description, grid, ledger, search, statistics, tables
 from redgrape.suites.description import SCALES, Cell, Suite
 from redgrape.suites.ledger import Standing
 
@@ -480,8 +481,26 @@ def test_sweep_runs_a_grid(command: Command, tmp_path: Path) -> None:
     ]
     assert all(len(entry["seeds"]) == 2 for entry in table["entries"])
     assert "mean of the last 2 rounds, ± standard deviation over seeds" in outcome.out
-    repeated = good(command(*table["command"].replace("'", "").split()[1:], "--plan"))
+    repeated = good(command(*shlex.split(table["command"])[1:], "--plan"))
     assert "8 cells: 8 done\nnothing to run" in repeated.out
+
+
+def test_sweep_compares_with_the_first_row_or_another(command: Command, tmp_path: Path) -> None:
+    arguments = [*SWEEP, "--method", "fedavg", "method.lr=0.01,0.1", "--seeds", "0,1,2"]
+    outcome = good(command(*arguments))
+    assert "minus row 0.01, by seed, in points" in outcome.out
+    assert "note: choosing method.lr by test accuracy is tuning on the test set" in outcome.out
+    assert {*table_of(tmp_path / "runs" / "sweep")["entries"][-1]["against"]} == {"0.01"}
+    good(command(*arguments, "--reference", "0.1"))
+    table = table_of(tmp_path / "runs" / "sweep")
+    assert {*table["entries"][0]["against"]} == {"0.1"}
+    assert "--reference 0.1" in table["command"]
+    wrong = command(*arguments, "--reference", "0.2")
+    assert (wrong.code, wrong.err) == (2, "redgrape: --reference '0.2' is none of the rows: 0.01; 0.1\n")
+
+
+def test_methods_and_data_are_compared_on_the_test_set_without_a_warning(command: Command) -> None:
+    assert "tuning" not in good(command(*SWEEP, "method.name=fedavg,fedprox", "method.lr=0.1", "data.ir=2,4")).out
 
 
 def test_a_grid_of_a_method_of_ones_own_sees_that_its_file_has_changed(
@@ -699,6 +718,26 @@ def test_nothing_is_bold_where_nothing_is_better() -> None:
     assert "**50.00**" in tables.markdown(written("n", {"A": [0.5], "B": [0.4]}))
 
 
+def test_the_note_on_learning_reads_the_set_of_the_table() -> None:
+    """On the validation set the accuracy rises by two points at the end, on the test set it stays."""
+    table = written("n", {"A": [0.5, 0.5, 0.5]}, rise=0.02)
+    for s in table.standings:
+        assert s.view is not None and s.view.summary is not None
+        s.view.summary["validation"] = s.view.summary["mean_of_last"]
+        for record in s.view.metrics:
+            record["validation"] = record["test"]
+            record["test"] = {"accuracy": 0.5}
+    assert tables.build(table.suite, table.standings).notes == []
+    (note,) = tables.build(table.suite, table.standings, on="validation").notes
+    assert note.startswith("still learning when it ended")
+
+
+def test_every_row_has_a_look_of_its_own() -> None:
+    for count in range(1, 25):
+        rows = [*map(str, range(count - 1)), "RedGrape"]
+        assert len(set(curves.looks(rows).values())) == count
+
+
 NASTY = {"=1+1": [0.5], r"50% & {a}_b \x ~^": [0.4], "a|b <i>": [0.3], "@x": [0.2]}
 
 
@@ -709,6 +748,9 @@ def test_latex_is_escaped() -> None:
     for line in text.split("\n"):
         if not line.startswith(("%", "\\")) and line:
             assert len(re.findall(r"(?<!\\)&", line)) == 3
+    optional = tables.latex(written("options", {"A": [0.4], "[2pt] x": [0.5], "*": [0.3]}))
+    assert "\n{[}2pt] x & " in optional  # after the \\\\ of the line before
+    assert "\n{*} & " in optional
     with_std = tables.latex(written("std", {"A": [0.5, 0.6], "B": [0.1, 0.2]}))
     assert r"\textbf{55.00 $\pm$ 7.07}" in with_std
 
@@ -727,6 +769,19 @@ def test_markdown_cells_stay_cells() -> None:
     for line in text.split("\n"):
         if line.startswith("|"):
             assert len(re.findall(r"(?<!\\)\|", line)) == 5
+
+
+@pytest.mark.parametrize(
+    ("label", "escaped"),
+    [
+        ("[x](http://e) _a_ ~~b~~", r"[x\](http://e) \_a\_ \~\~b\~\~"),
+        ("[x][y] [z]: u ![i](j)", r"[x\][y] [z\]: u ![i\](j)"),
+        ("__init__ &lt;b&gt; a & b", r"\_\_init\_\_ \&lt;b\&gt; a & b"),
+        ("data.head_cap [0, 1] +2.00 [-0.48, +4.48]", "data.head_cap [0, 1] +2.00 [-0.48, +4.48]"),
+    ],
+)
+def test_labels_are_text_in_markdown(label: str, escaped: str) -> None:
+    assert f"| {escaped} " in tables.markdown(written("n", {label: [0.5]}))
 
 
 # Time
@@ -752,6 +807,21 @@ def test_estimates_follow_what_was_measured() -> None:
     assert estimate(other, same_net) == pytest.approx(3.0)
     assert estimate(other, same_net, same) == pytest.approx(2.0)
     assert cost.modelled(cell.experiment, workers=1) > 1.5 * model
+
+
+def test_estimates_know_how_many_workers_the_measured_runs_had(command: Command, tmp_path: Path) -> None:
+    """Rounds of 2 s with one worker, then of 1 s with four: the model's, corrected by what it foresees for each."""
+    good(command(*SWEEP, "-c", "method.name=fedavg", "method.lr=0.1"))
+    (times,) = (tmp_path / "runs").rglob("times.jsonl")
+    assert [json.loads(line)["workers"] for line in times.read_text().splitlines()] == [1, 1]
+    lines = [{"round": i + 1, "train": [2, 1][i], "evaluate": 0, "workers": [1, 4][i]} for i in range(2)]
+    times.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    experiment = Experiment.read(times.with_name("experiment.toml"))
+    one, four = (cost.modelled(experiment, workers) for workers in (1, 4))
+    assert one is not None and four is not None and one > four
+    for here in (1, 2, 4):
+        (measured,) = cost.measure(tmp_path / "runs", here)
+        assert measured.ratio == pytest.approx(3 / (one + four))
 
 
 def test_durations_are_as_fine_as_estimates() -> None:

@@ -68,7 +68,7 @@ def sweep(options: argparse.Namespace) -> None:
     if options.search is not None:
         _search(values, seeds, options)
         return
-    suite = grid.suite(options.name, values, options.grid, seeds)
+    suite = grid.suite(options.name, values, options.grid, seeds, options.reference)
     standings = ledger.standings(suite.cells("sweep"), options.out, options.results, options.data_root)
     if options.on == "validation":
         _require_validation(standings)
@@ -76,7 +76,8 @@ def sweep(options: argparse.Namespace) -> None:
         _print_plan(standings, options)
         return
     standings, failures = _run(standings, options.out / options.name, options)
-    table = tables.build(suite, standings, on=options.on, command=_sweep_command(options))
+    notes = grid.tuning(suite.axes) if options.on == "test" else []
+    table = tables.build(suite, standings, on=options.on, command=_sweep_command(options), notes=notes)
     _publish(table, options.out / options.name, options)
     _raise_first(failures)
 
@@ -86,6 +87,7 @@ def _sweep_command(options: argparse.Namespace) -> str:
     words += ["--experiment", str(options.experiment)] if options.experiment else []
     words += ["--seeds", ",".join(map(str, options.seeds))] if options.seeds else []
     words += ["--search", str(options.search)] if options.search else ["--on", options.on]
+    words += ["--reference", options.reference] if options.reference is not None else []
     flags = [
         f"{k.removeprefix('set:')}={text(v)}"
         for k, v in vars(options).items()
