@@ -8,11 +8,14 @@ import json
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
+import time
 import tomllib
 import types
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,11 +23,12 @@ import pytest
 
 import redgrape
 from redgrape import cli
+from redgrape.commands import suites
 from redgrape.errors import ConfigError
 from redgrape.experiment import Experiment
 from redgrape.report import RunView
 from redgrape.store import RunFolder
-from redgrape.suites import cost, curves, description, grid, ledger, search, statistics, tables
+from redgrape.suites import cost, curves, description, grid, ledger, search, side_by_side, statistics, tables
 from redgrape.suites.description import SCALES, Cell, Suite
 from redgrape.suites.ledger import Standing
 
@@ -461,6 +465,129 @@ def test_a_cell_that_fails_does_not_stop_the_others(small: Path, command: Comman
     states = [cell["state"] for cell in table_of(tmp_path / "runs" / "rates-quick")["cells"]]
     assert states[1] == "done"
     assert states[0] not in ("done", "to run")
+
+
+OTHER_RATES = RATES.replace('"Rates"', '"Other rates"')
+
+
+def test_a_cell_that_another_suite_has_come_to_is_not_run_again(
+    small: Path, command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While the first cell runs, another suite begins, passes over that cell and does the second."""
+    (small / "other.toml").write_text(OTHER_RATES)
+    carry_out, others = suites.carry_out, []
+
+    def meanwhile(folder: RunFolder, options: Any, label: str) -> bool:
+        if not others:
+            others.append("reproduce other")
+            with folder.locked():
+                good(command("reproduce", "other"))
+        return carry_out(folder, options, label)
+
+    monkeypatch.setattr(suites, "carry_out", meanwhile)
+    good(command("reproduce", "rates"))
+    runs = sorted(path.parent.parent.name for path in (tmp_path / "runs").rglob("experiment.toml"))
+    assert runs == ["other-quick", "rates-quick"]
+    assert [cell["state"] for cell in table_of(tmp_path / "runs" / "rates-quick")["cells"]] == ["done", "done"]
+    states = [cell["state"] for cell in table_of(tmp_path / "runs" / "other-quick")["cells"]]
+    assert states == ["in use by another process", "done"]
+
+
+def test_suites_started_at_once_run_each_cell_once(small: Path, tmp_path: Path) -> None:
+    (small / "other.toml").write_text(OTHER_RATES)
+    environment = {**os.environ, "PYTHONPATH": str(Path(redgrape.__file__).parents[1])}
+    arguments = ["--workers", "1", "--quiet"]
+    lines = [[sys.executable, "-c", KILLED, str(small), "reproduce", n, *arguments] for n in ("rates", "other")]
+    processes = [subprocess.Popen(line, cwd=tmp_path, env=environment, stdout=subprocess.DEVNULL) for line in lines]
+    assert [process.wait() for process in processes] == [0, 0]
+    runs = [path.parent for path in (tmp_path / "runs").rglob("experiment.toml")]
+    assert len(runs) == 2
+    assert all((run / "summary.json").exists() for run in runs)
+
+
+@pytest.mark.parametrize(
+    ("workers", "asked", "expected"),
+    [
+        (2, None, (1, 2)),
+        (7, None, (1, 7)),
+        (8, None, (2, 4)),
+        (100, None, (4, 25)),  # there are no more cells
+        (2, 2, (2, 1)),
+        (1, 3, (3, 1)),
+        (8, 1, (1, 8)),
+    ],
+)
+def test_cells_run_side_by_side_where_there_are_workers_for_all_clients(
+    workers: int, asked: int | None, expected: tuple[int, int]
+) -> None:
+    values = {"data.clients": 9, "clients_per_round": 4}
+    grid_of_four = grid.suite("g", {}, [f"{key}={value}" for key, value in values.items()], [0, 1, 2, 3])
+    cells = [Standing(cell) for cell in grid_of_four.cells("sweep")]
+    unable = Standing(replace(cells[0].cell, experiment=Experiment()), obstacle="data missing: mnist")
+    assert side_by_side.shares([*cells, unable], workers, asked) == expected
+    assert side_by_side.shares([unable], workers, asked) == (1, workers)
+
+
+def test_processes_share_a_grid(command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of it is done by them: nothing is left to the one that started them."""
+    monkeypatch.setattr(suites, "carry_out", pytest.fail)
+    monkeypatch.setenv("PYTHONPATH", str(Path(redgrape.__file__).parents[1]))
+    good(command(*SWEEP, "--method", "fedavg", "method.lr=0.01,0.03,0.1", "--side-by-side", "2"))
+    assert [cell["state"] for cell in table_of(tmp_path / "runs" / "sweep")["cells"]] == ["done"] * 3
+    assert len(list((tmp_path / "runs").rglob("experiment.toml"))) == 3
+
+
+def test_control_c_ends_all_that_run_side_by_side(tmp_path: Path) -> None:
+    """A terminal sends it to every process of the group: one line, no traceback, and nobody holds a run any more."""
+    arguments = [*SWEEP, "--rounds", "99999", "--method", "fedavg", "method.lr=0.01,0.1", "--side-by-side", "2"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "redgrape", *arguments, "--workers", "2", "--quiet"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(Path(redgrape.__file__).parents[1])},
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+        text=True,
+    )
+    while len(list(tmp_path.rglob("metrics.jsonl"))) < 2:
+        assert process.poll() is None
+        time.sleep(0.1)
+    os.killpg(process.pid, signal.SIGINT)
+    _, err = process.communicate()
+    assert (process.returncode, err.count("\n")) == (130, 1), err
+    assert err.startswith("redgrape: interrupted; the same command goes on")
+    for path in tmp_path.rglob("metrics.jsonl"):
+        with RunFolder.open(path.parent).locked():
+            pass
+
+
+def test_a_cell_is_recorded_once(small: Path, command: Command, tmp_path: Path) -> None:
+    """Called again, by another suite, and where the record lies in another folder."""
+    (small / "other.toml").write_text(OTHER_RATES)
+    assert good(command("reproduce", "rates", "--record")).err.count("recorded: ") == 2
+    (tmp_path / "results" / "rates-quick").rename(tmp_path / "results" / "elsewhere")
+    for name in ("rates", "other"):
+        assert "recorded: " not in good(command("reproduce", name, "--record")).err
+    assert [path.name for path in (tmp_path / "results").iterdir()] == ["elsewhere"]
+
+
+@pytest.mark.parametrize("file", ["metrics.jsonl", "summary.json", "experiment.toml"])
+def test_a_damaged_run_stops_no_other_cell(small: Path, command: Command, tmp_path: Path, file: str) -> None:
+    """It is told, and the tables are written; where the cell has a record, that counts."""
+    first, second = description.load("rates").cells("quick")
+    good(command("reproduce", "rates", "--only", "lr=0.01", "--record"))
+    home = tmp_path / "runs" / "rates-quick"
+    run = home / first.folder
+    (run / file).write_bytes((run / file).read_bytes().replace(b"a", b"\xff", 1))
+    outcome = command("reproduce", "rates", "--results", "nowhere")
+    assert outcome.code == 74
+    assert outcome.err.startswith(f"redgrape: {first.name}: ")
+    assert "damaged" in outcome.err
+    damaged, done = (cell["state"] for cell in table_of(home)["cells"])
+    assert "damaged" in damaged
+    assert done == "done"
+    assert (home / second.folder / "summary.json").exists()
+    good(command("reproduce", "rates"))
+    assert [cell["state"] for cell in table_of(home)["cells"]] == ["recorded", "done"]
 
 
 # Sweeps

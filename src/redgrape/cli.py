@@ -57,7 +57,7 @@ def main(arguments: list[str] | None = None) -> NoReturn:
 
 def run(arguments: list[str]) -> int:
     """The exit code of a command."""
-    with _ending_at_signals():
+    with ending_at_signals():
         return _run(arguments)
 
 
@@ -94,7 +94,7 @@ class _Terminated(KeyboardInterrupt):
 
 
 @contextmanager
-def _ending_at_signals() -> Iterator[None]:
+def ending_at_signals() -> Iterator[None]:
     """The first Ctrl-C or SIGTERM lets a command end in order, the second ends it at once: workers end with it."""
 
     def at_once(number: int, _: object) -> NoReturn:
@@ -347,6 +347,12 @@ def _add_suite_flags(command: argparse.ArgumentParser) -> None:
         default=Path("results"),
         metavar="DIR",
         help="where records of finished cells are (results)",
+    )
+    command.add_argument(
+        "--side-by-side",
+        type=_positive,
+        metavar="N",
+        help="cells at once, which share the workers; without it as many as there are workers for all clients of each",
     )
 
 

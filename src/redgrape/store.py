@@ -94,7 +94,7 @@ class RunFolder:
             file = (self.path / "lock").open("ab+", buffering=0)  # what a full disk does not take must not come again
         with file:
             with durable.storage_errors("lock", self.path):
-                if not _try_lock(file.fileno()):
+                if not try_lock(file.fileno()):
                     file.seek(0)
                     holder = file.read().decode(errors="replace").strip()
                     raise BusyError(f"'{self.path}' is in use by another process ({holder}); wait for it to end")
@@ -356,7 +356,8 @@ def _changes(checkpoint: Path) -> str:
     return f": {', '.join(found.values())}"
 
 
-def _try_lock(fd: int) -> bool:
+def try_lock(fd: int) -> bool:
+    """Whether this process has the lock of an open file now."""
     try:
         import fcntl
     except ImportError:  # Windows

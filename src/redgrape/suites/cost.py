@@ -101,10 +101,10 @@ def seconds_left(standing: Standing, measured: Sequence[Measured], workers: int)
     return START + standing.rounds_left * model * correction
 
 
-def total(estimates: Sequence[float | None]) -> float | None:
-    """None where one is not known."""
+def total(estimates: Sequence[float | None], at_once: int = 1) -> float | None:
+    """Of cells of which so many run at once; None where one is not known."""
     known = [seconds for seconds in estimates if seconds is not None]
-    return sum(known) if len(known) == len(estimates) else None
+    return sum(known) / at_once if len(known) == len(estimates) else None
 
 
 def duration(seconds: float | None) -> str:

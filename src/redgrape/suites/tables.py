@@ -300,8 +300,8 @@ def caption(table: Table) -> list[str]:
         pairs = [e.comparisons[reference] for e in table.entries if reference in e.comparisons]
         if any(pair.separated is not None for pair in pairs):
             lines.append(
-                f"minus {_called(reference)}: mean difference over common seeds with its 95 % interval (paired t), each "
-                "by itself, not corrected for their number; not separated: the seeds cannot tell the two apart"
+                f"minus {_called(reference)}: mean difference over common seeds with its 95 % interval (paired t), "
+                "each by itself, not corrected for their number; not separated: the seeds cannot tell the two apart"
             )
         elif any(pair.seeds for pair in pairs):
             most = max(pair.seeds for pair in pairs)
