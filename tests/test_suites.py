@@ -8,6 +8,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -588,6 +589,107 @@ def test_a_damaged_run_stops_no_other_cell(small: Path, command: Command, tmp_pa
     assert (home / second.folder / "summary.json").exists()
     good(command("reproduce", "rates"))
     assert [cell["state"] for cell in table_of(home)["cells"]] == ["recorded", "done"]
+
+
+# The page of a suite
+
+
+def reported(*arguments: object) -> dict[str, Any]:
+    """The data of the page of these."""
+    assert cli.run(["report", *map(str, arguments), "--out", "page.html"]) == 0
+    (block,) = re.findall(r'id="data">(.*?)</script>', Path("page.html").read_text(), flags=re.DOTALL)
+    data: dict[str, Any] = json.loads(block)
+    return data
+
+
+def test_the_page_of_a_suite_holds_its_table_and_its_command(small: Path, command: Command, tmp_path: Path) -> None:
+    good(command("reproduce", "small", "--seeds", "0,1,2"))
+    data = reported("runs/small-quick")
+    (suite,) = data["suites"]
+    assert suite["title"] == "Small (scale quick)"
+    assert suite["command"] == "redgrape reproduce small --scale quick --seeds 0,1,2"
+    results, compared = suite["blocks"]
+    assert results["header"] == ["method", "Digits", "paper", "difference"]
+    entry = table_of(tmp_path / "runs" / "small-quick")["entries"][0]
+    words = [f"{100 * entry['mean']:.2f} ± {100 * entry['std']:.2f}", "50.00", f"{entry['difference']:+.2f}"]
+    assert [place[0] for place in results["rows"][0]] == ["FedAvg", *words]
+    assert sum(place[1] for row in results["rows"] for place in row) == 1
+    assert compared["title"] == "minus FedAvg, by seed, in points"
+    assert "note: too short to compare methods: 2 rounds" in suite["caption"]
+    assert any("rounds: 2 instead of 4" in line for line in suite["caption"])
+    assert suite["not_run"][0] == ["MNIST, FedAvg, seed 0", "data missing: mnist"]
+    assert [(m["label"], len(m["runs"])) for m in data["settings"][0]["methods"]] == [("fedavg", 3), ("redgrape", 3)]
+
+
+def test_a_suite_whose_runs_lie_elsewhere_has_a_page(
+    small: Path, command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its runs are of another suite and a record; it is named by folder, by name, and from another place."""
+    good(command("reproduce", "small", "--only", "digits", "fedavg", "--record", "--out", "gone"))
+    good(command("reproduce", "small", "--only", "digits", "redgrape"))
+    good(command("reproduce", "same", "--only", "digits"))
+    names = {"results/small-quick", "runs/small-quick"}
+    for place in ("runs/same-quick", "same"):
+        data = reported(place)
+        assert {str(Path(run).parent) for run in data["runs"]} == names
+        assert data["suites"][0]["command"] == "redgrape reproduce same --scale quick --only digits"
+    (tmp_path / "away").mkdir()
+    monkeypatch.chdir(tmp_path / "away")
+    assert len(reported(tmp_path / "runs" / "same-quick")["runs"]) == 2
+
+
+def test_a_page_names_the_runs_that_are_gone(
+    small: Path, command: Command, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    good(command("reproduce", "rates"))
+    first, second = (cell["run"] for cell in table_of(tmp_path / "runs" / "rates-quick")["cells"])
+    shutil.rmtree(tmp_path / first)
+    data = reported("runs/rates-quick")
+    assert list(data["runs"]) == [second]
+    assert [run["name"] for run in data["damaged"]] == [first]
+    assert f"note: '{first}' is left out" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", "cannot be read as the table of a suite"),
+        ("[]", "cannot be read as the table of a suite"),
+        ('{"cells": [{"run": 1}]}', "cannot be read as the table of a suite"),
+        ('{"cells": [], "scale": null, "title": "", "blocks": [], "caption": [], "command": ""}', "no cell of"),
+        (None, "there is no folder 'some'"),
+    ],
+)
+def test_what_is_no_suite_is_one_line(
+    content: str | None, message: str, command: Command, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if content is not None:
+        Path("some").mkdir()
+        Path("some/table.json").write_text(content)
+    assert cli.run(["report", "some"]) == 74
+    err = capsys.readouterr().err
+    assert message in err
+    assert err.count("\n") == 1
+
+
+def test_a_suite_that_has_not_been_reproduced_says_how(
+    small: Path, command: Command, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.run(["report", "small"]) == 74
+    assert "`redgrape reproduce small` does" in capsys.readouterr().err
+
+
+def test_a_strangers_table_adds_nothing_to_the_page(small: Path, command: Command, tmp_path: Path) -> None:
+    good(command("reproduce", "rates"))
+    path = tmp_path / "runs" / "rates-quick" / "table.json"
+    hostile = "</script><script>alert(1)</script>\x1b[31m\u202e"
+    values = json.loads(path.read_text())
+    values |= {"title": hostile, "command": hostile, "caption": [hostile]}
+    values["blocks"][0]["rows"][0][0]["text"] = hostile
+    path.write_text(json.dumps(values))
+    (suite,) = reported("runs/rates-quick")["suites"]
+    assert suite["command"] == "</script><script>alert(1)</script>\ufffd[31m\ufffd"
+    assert Path("page.html").read_text().count("<script") == 2
 
 
 # Sweeps

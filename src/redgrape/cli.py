@@ -208,7 +208,13 @@ def _parser() -> argparse.ArgumentParser:
     command = add("privacy", "privacy", "tell what each party could learn in a run")
     command.add_argument("run", type=Path, help="the run folder")
     command = add("report", "page", "write one HTML page about runs, to open in a browser or to pass on")
-    command.add_argument("folders", nargs="+", type=Path, metavar="FOLDER", help="a run, or a folder with runs in it")
+    command.add_argument(
+        "folders",
+        nargs="+",
+        type=Path,
+        metavar="RUN_OR_SUITE",
+        help="a run, a folder with runs in it, or a suite: its folder, or its name for those below runs/",
+    )
     command.add_argument("--out", type=Path, default=Path("report.html"), metavar="FILE", help="the page (report.html)")
     command = add("serve", "page", "show the runs of a folder live, to a browser on this machine")
     command.add_argument("folder", nargs="?", type=Path, default=Path("runs"), help="below this folder (runs)")

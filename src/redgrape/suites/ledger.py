@@ -153,6 +153,7 @@ def record(standing: Standing, folder: Path) -> Path:
 def described(standing: Standing) -> dict[str, Any]:
     """For machines: the cell and how far it is."""
     return {
+        "name": standing.cell.name,
         "labels": {axis: plain(label) for axis, label in standing.cell.labels.items()},
         "seed": standing.cell.seed,
         "identity": standing.cell.identity,

@@ -7,7 +7,7 @@ import io
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -468,6 +468,8 @@ def as_values(table: Table) -> dict[str, Any]:
             for e in table.entries
         ],
         "cells": [plain(ledger.described(standing)) for standing in table.standings],
+        "blocks": [asdict(block) for block in blocks(table)],
+        "caption": caption(table),
     }
 
 
