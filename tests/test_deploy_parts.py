@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import socket
@@ -10,12 +11,14 @@ import sys
 import threading
 import time
 from collections.abc import Iterable
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import tomli_w
 import torch
 
 pytest.importorskip("flwr")
@@ -24,17 +27,24 @@ from flwr.app import Error, Message, RecordDict
 from flwr.supercore.task_identity import TaskIdentity
 
 from deployments import CLASSES, SITES, Federated, locally
-from redgrape import cli, tree
+from redgrape import cli, methods, tree
+from redgrape.disclosure import disclosed, in_words
 from redgrape.errors import ConfigError, DataError, StorageError, TooFewClients
-from redgrape.experiment import Experiment
-from redgrape.flower import certificates, processes, site_data, wire
+from redgrape.experiment import Experiment, read_toml
+from redgrape.flower import certificates, doctor, processes, site_data, submission, wire
 from redgrape.flower.create import create, deployed, renew
 from redgrape.flower.deployed_run import DeployedRun
-from redgrape.flower.folder import Deployment, DeployOptions, SiteFolder
-from redgrape.flower.launch import SitesOnly
+from redgrape.flower.floors import why_refused
+from redgrape.flower.folder import DataAgreement, Deployment, DeployOptions, SiteFolder
+from redgrape.flower.launch import SitesOnly, guard
 from redgrape.flower.site import Site
 from redgrape.flower.site_states import SiteStates
+from redgrape.method import ClientSite
+from redgrape.methods.creff import Creff
+from redgrape.methods.fedavg import FedAvg
+from redgrape.methods.redgrape import RedGrape
 from redgrape.store import RunFolder
+from redgrape.tree import Tree
 
 RUN = "0123456789abcdef"
 
@@ -56,7 +66,7 @@ def federated(tmp_path: Path) -> Federated:
 
 @pytest.fixture
 def deployment(tmp_path: Path, federated: Federated) -> Deployment:
-    create(tmp_path / "deployment", options(test=str(federated.folder / "test.npz"), min_count=1))
+    create(tmp_path / "deployment", options(test=str(federated.folder / "test.npz"), min_count=1, min_clients=1))
     return Deployment(tmp_path / "deployment")
 
 
@@ -81,6 +91,8 @@ def test_init_writes_what_each_party_needs(deployment: Deployment) -> None:
         (["--sites", "a,../b", "--host", "localhost"], "no name for a site"),
         (["--sites", "a", "--host", "10.1.1.1", "--plain"], "without TLS"),
         (["--sites", "a", "--host", "localhost", "--tail", "5"], "none of the classes"),
+        (["--sites", "a,b", "--host", "localhost"], "there are 2 sites, and a class is released only where 3 of them"),
+        (["--sites", "a,b,c", "--host", "localhost", "--min-clients", "4"], "name at least 4 sites"),
     ],
 )
 def test_what_cannot_be_is_refused_by_init(
@@ -89,6 +101,31 @@ def test_what_cannot_be_is_refused_by_init(
     assert cli.run(["deploy", "init", str(tmp_path / "d"), *words, "--classes", "3", "--shape", "4"]) == 2
     assert said in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("number", "floor", "fewest"), [(2, 2, 2), (3, 3, 2), (4, 3, 2), (5, 3, 3), (1, 1, 1)])
+def test_what_init_writes_can_run(
+    tmp_path: Path, number: int, floor: int, fewest: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With its own experiment, and with no round of one site alone where there are more."""
+    sites = ",".join("abcde"[:number])
+    words = ["--sites", sites, "--host", "localhost", "--min-clients", str(floor), "--classes", "10", "--shape", "4"]
+    assert cli.run(["deploy", "init", str(tmp_path / "d"), *words]) == 0
+    assert ("note: a class is released where" in capsys.readouterr().out) == (number < 5)
+    deployment = Deployment(tmp_path / "d")
+    experiment = Experiment.parse(read_toml(deployment.path / "experiment.toml"))
+    assert experiment.min_answers == fewest
+    submission.check(experiment, deployment.options)
+
+
+def test_a_run_that_one_site_may_make_alone_is_warned_of(
+    deployment: Deployment, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.run(["deploy", "run", str(deployment.path), "--dry-run"]) == 0
+    assert capsys.readouterr().err == ""
+    assert cli.run(["deploy", "run", str(deployment.path), "--dry-run", "-c", "min_answers=1"]) == 0
+    said = capsys.readouterr().err
+    assert said.startswith("warning: min_answers is 1: where a single site") and said.count("\n") == 1
 
 
 def test_without_flower_one_line_tells_what_to_install(
@@ -164,6 +201,46 @@ def test_data_that_does_not_fit_is_refused(tmp_path: Path, arrays: dict[str, Any
         site_data.load(tmp_path / "a.npz", tmp_path, options().data, hold_out=False)
 
 
+def test_a_failure_at_a_site_tells_the_server_no_path(
+    deployment: Deployment, sites: list[Site], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What kind it was, and the rest in the site's log: a damaged state of its own, and what the system says."""
+    site, run = sites[0], deployment.site("north") / "states" / RUN
+    run.mkdir(parents=True)
+    (run / "round-000005").write_bytes(b"damaged" * 9)
+    header, _ = site.answer(_question(state=5), {})
+    assert header["error"] == "StorageError at this site, whose log tells more"
+    assert str(run) in capsys.readouterr().err
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device", str(run))
+
+    monkeypatch.setattr(site, "_train", full)
+    header, _ = site.answer(_question(), {})
+    assert header["error"] == "OSError at this site, whose log tells more"
+    assert f"No space left on device: '{run}'" in capsys.readouterr().err
+
+
+def test_a_site_s_engineer_is_told_all_that_leaves(tmp_path: Path) -> None:
+    def told(name: str, **changes: Any) -> str:
+        create(tmp_path / name, options(**changes))
+        return " ".join((tmp_path / name / "sites/north/README.md").read_text().split())
+
+    plain = told("plain")
+    for words in (
+        "training loss",
+        "RedGrape and CReFF",
+        "your site refuses, because its min_count is 8",
+        "kind of failure",
+    ):
+        assert words in plain
+    assert "taken for which, and the loss, for the classes of which you train with at least 8 examples;" in plain
+    assert "masked" not in plain
+    assert "nothing of a test set" in told("server", test="somewhere")
+    secure = told("secure", secure_aggregation=True)
+    assert "masked" in secure and "your site answers" in secure and "taken for which, and the loss;" in secure
+
+
 def _question(kind: str = "train", **changes: Any) -> dict[str, Any]:
     experiment = Experiment.parse({"net": {"name": "linear"}, "method": {"name": "fedavg"}})
     header = {"kind": kind, "protocol": wire.PROTOCOL, "deadline": 30.0, "round": 1, "run": RUN, "reach": 3}
@@ -177,11 +254,14 @@ def _question(kind: str = "train", **changes: Any) -> dict[str, Any]:
         ({"protocol": 0}, "protocol 0"),
         ({"experiment": "[method]\nname = '/tmp/evil.py'"}, "not one of redgrape's own"),
         ({"experiment": "[method]\nname = 'redgrape'\nmin_count = 3"}, "fewer than 8 examples"),
+        ({"experiment": "[method]\nname = 'redgrape'\nmin_count = 8"}, "fewer than 3 sites report"),
+        ({"kind": "survey", "experiment": "[method]\nname = 'balanced_softmax'"}, "choose prior=local or estimated"),
+        ({"kind": "survey", "experiment": "[method]\nname = 'logit_adjustment'"}, "fewer than 8 examples"),
         ({"experiment": "=" * 9}, "not valid TOML"),
         ({"state": 5}, "no state of round 5"),
-        ({"run": "../../x", "state": 5}, "no name of a run"),
+        ({"run": "../../x", "state": 5}, "StorageError at this site"),
         ({"deadline": 1e-3}, "not finished within"),
-        ({}, "KeyError"),  # no model came with it
+        ({}, "KeyError at this site, whose log tells more"),  # no model came with it
     ],
 )
 def test_a_site_answers_an_error_in_one_line(
@@ -192,6 +272,98 @@ def test_a_site_answers_an_error_in_one_line(
     header, parts = site.answer(_question(**changes), {})
     assert said in header["error"] and "\n" not in header["error"]
     assert parts == {}
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "class counts": ({"name": "balanced_softmax"}, "prior=global asks every client how many examples of each class"),
+    "the floor of examples": ({"name": "redgrape", "preset": "private", "min_count": 7}, "method.min_count is 7"),
+    "the floor of sites": ({"name": "redgrape", "preset": "private", "min_clients": 2}, "method.min_clients is 2"),
+    "exact prototypes": (
+        {"name": "redgrape", "preset": "private", "prototype_rank": "none"},
+        "class gradients of up to 9 examples can be solved for every one of them, and this method sends them from 8 on",
+    ),
+    "a rank as high as the floor": (
+        {"name": "redgrape", "preset": "private", "prototype_rank": 8},
+        "class gradients of up to 8 examples",
+    ),
+    "more sites than there are": (
+        {"name": "redgrape", "preset": "private", "min_clients": 4},
+        "method.min_clients is 4, and of a round's 3 clients 3 count",
+    ),
+}
+TEN = {"classes": tuple("abcdefghij"), "shape": (6,), "input": "float"}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_sites_would_refuse_is_refused_before_anything_starts(
+    tmp_path: Path, case: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By `deploy run` and the doctor by deploy.toml, as by a site by its site.toml."""
+    create(tmp_path / "d", options(data=TEN))
+    method, said = REFUSED[case]
+    (tmp_path / "d/experiment.toml").write_text(tomli_w.dumps({"method": method}))
+    assert cli.run(["deploy", "run", str(tmp_path / "d")]) == 2
+    captured = capsys.readouterr()
+    assert said in captured.err and captured.err.count("\n") == 1
+    assert list((tmp_path / "d/runs").iterdir()) == []
+    assert cli.run(["doctor", str(tmp_path / "d")]) == 2
+    assert " ".join(said.split()[:2]) in capsys.readouterr().out
+    if case != "more sites than there are":
+        parsed = Experiment.parse({"method": method}).method.create()
+        assert said in str(why_refused(parsed, SiteFolder(tmp_path / "d/sites/north").options))
+
+
+def test_exact_prototypes_are_for_sites_whose_floor_is_above_the_classes_and_for_secure_sums() -> None:
+    """With ten classes an exact gradient of up to nine examples can be solved for; of rank r, one of up to r."""
+    ten = options(data=TEN)
+    assert why_refused(RedGrape.preset("private"), ten) is None
+    assert why_refused(RedGrape.preset("private", prototype_rank=7), ten) is None
+    assert why_refused(RedGrape.preset("private", prototype_rank=None, min_count=10), ten) is None
+    assert "min_count to 10" in str(why_refused(Creff.preset("private"), ten))
+    assert why_refused(Creff.preset("private"), options()) is None  # of four classes three
+    assert why_refused(RedGrape(use_prototypes=False, min_count=8), ten) is None
+    assert (
+        why_refused(RedGrape.preset("private", prototype_rank=None), options(data=TEN, secure_aggregation=True)) is None
+    )
+    assert why_refused(RedGrape(), options(data=TEN, min_count=1, min_clients=1)) is None
+
+
+def test_folders_of_before_the_floor_of_sites_have_the_default(tmp_path: Path, federated: Federated) -> None:
+    create(tmp_path / "d", options(min_clients=1))
+    for path in (tmp_path / "d/deploy.toml", tmp_path / "d/sites/north/site.toml"):
+        assert "min_clients = 1\n" in path.read_text()
+        path.write_text(path.read_text().replace("min_clients = 1\n", ""))
+    assert Deployment(tmp_path / "d").options.min_clients == 3
+    assert SiteFolder(tmp_path / "d/sites/north").options.min_clients == 3
+
+
+@pytest.mark.parametrize("more", [{"min_answers": 4}, {"clients_per_round": 4}])
+def test_more_sites_than_there_are_are_refused_before_anything_starts(
+    tmp_path: Path, more: dict[str, int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    create(tmp_path / "d", options())
+    (tmp_path / "d/experiment.toml").write_text(tomli_w.dumps({**more, "method": {"name": "fedavg"}}))
+    assert cli.run(["deploy", "run", str(tmp_path / "d")]) == 2
+    assert "there are 3 sites, of which" in capsys.readouterr().err
+
+
+def test_a_survey_of_class_counts_is_for_open_sites_and_secure_sums() -> None:
+    for name in ("balanced_softmax", "logit_adjustment"):
+        method = methods.load(name)
+        assert why_refused(method(prior="global"), options()) is not None
+        assert why_refused(method(prior="global"), options(min_count=1)) is None
+        assert why_refused(method(prior="global"), options(secure_aggregation=True)) is None
+        assert why_refused(method(prior="local"), options()) is None
+        assert why_refused(method(prior="estimated"), options()) is None
+
+
+def test_a_survey_of_which_nothing_is_said_counts_as_one_of_class_counts() -> None:
+    class Asks(FedAvg):
+        def survey(self, site: ClientSite) -> Tree:
+            return {"something": torch.ones(1)}
+
+    assert "its survey asks" in str(why_refused(Asks(), options()))
+    assert why_refused(FedAvg(), options()) is None
 
 
 def test_the_doctor_says_what_is_wrong(
@@ -291,6 +463,64 @@ def test_the_engine_gives_the_bits_of_the_local_one(
     assert '"client_counts": null' in text
 
 
+def test_evaluations_at_the_sites_keep_to_the_floor(tmp_path: Path, federated: Federated) -> None:
+    """After a fifth is held out the sites train with [24, 10, 2, 0], [16, 0, 7, 4] and [6, 13, 1, 10] examples: only
+    rows from 8 on are sent, and of cedar nobody's. All that reads the run copes with a class without a figure."""
+    create(tmp_path / "d", options())
+    deployment = Deployment(tmp_path / "d")
+    sites = [Site(SiteFolder(deployment.site(name)), federated.data(name)) for name in SITES]
+    sent: list[list[int]] = []
+
+    class Watching(FakeGrid):
+        def push_messages(self, messages: list[Any]) -> list[str]:
+            numbers = super().push_messages(messages)
+            for number in numbers:
+                _, parts = wire.unpack(self._answers[number].content)
+                if "scores" in parts:
+                    sent.append(tree.from_bytes(parts["scores"])["confusion"].sum(dim=1).tolist())
+            return numbers
+
+    folder, _ = _run(deployment, Watching(deployment, sites), "a", rounds=2, method={"name": "fedavg"})
+    assert sent[:3] == [[6, 2, 0, 0], [4, 0, 0, 0], [0, 3, 0, 2]]
+    test = folder.metrics()[-1]["test"]
+    assert test["per_class"][2] is None and None not in test["per_class"][:2]
+    known = [share for share in test["per_class"] if share is not None]
+    assert test["balanced"] == sum(known) / 3 and math.isfinite(test["loss"])
+    told = " ".join(in_words(disclosed(folder))["the server"])
+    assert "of each site, by 2 evaluations there, how many test examples of which class" in told
+    assert "from 8 examples for training on" in told
+    assert cli.run(["show", str(folder.path)]) == 0
+    assert cli.run(["show", str(folder.path), "--json"]) == 0
+    assert cli.run(["report", str(folder.path), "--out", str(tmp_path / "report")]) == 0
+    assert cli.run(["export", str(folder.path), str(tmp_path / "model")]) == 0
+    card = (tmp_path / "model/README.md").read_text()
+    assert "| cedar | – | – | – | – |" in card and "of which no client held" not in card
+    assert "test sets of the sites" in card and "classes of which it had at least 8 training examples" in card
+    assert "There are no head and tail" in card
+
+
+@pytest.mark.parametrize("tail", [(), ("beech",)])
+def test_the_card_says_what_is_known_of_test_set_and_tail(
+    tmp_path: Path, federated: Federated, tail: tuple[str, ...]
+) -> None:
+    create(tmp_path / "d", options(test=str(federated.folder / "test.npz"), tail=tail))
+    deployment = Deployment(tmp_path / "d")
+    sites = [Site(SiteFolder(deployment.site(name)), federated.data(name)) for name in SITES]
+    folder, _ = _run(deployment, FakeGrid(deployment, sites), "a", rounds=1, method={"name": "fedavg"})
+    assert cli.run(["export", str(folder.path), str(tmp_path / "model")]) == 0
+    card = (tmp_path / "model/README.md").read_text()
+    assert "Accuracy on a test set of the server's own." in card
+    assert ("The tail are the classes that were named so" in card) == bool(tail)
+    assert "with the most and the fewest training examples" not in card
+
+
+def test_a_site_that_is_below_the_floor_in_every_class_evaluates_none(tmp_path: Path, federated: Federated) -> None:
+    create(tmp_path / "d", options(min_count=100))
+    site = Site(SiteFolder(tmp_path / "d/sites/north"), federated.data("north"))
+    header, parts = site.answer(_question("evaluate"), {})
+    assert "tests no class of which it trains with 100 examples" in header["error"] and parts == {}
+
+
 class Expired(FakeGrid):
     """Flower's own answer to the first question to each node: the message has expired."""
 
@@ -376,6 +606,52 @@ def test_other_machines_reach_only_what_is_for_sites() -> None:
     ask("/v1/fleet/pull-messages", "10.0.0.9")
     ask("/v1/control/start-run", "10.0.0.1")
     assert reached == ["/v1/fleet/pull-messages", "/v1/control/start-run"]
+
+
+def test_what_flower_serves_is_guarded_or_nothing_is_served() -> None:
+    """Whatever trust in headers the environment asks for, a client's address is that of its connection."""
+    served: dict[str, Any] = {}
+
+    def run(app: Any, **options: Any) -> None:
+        served.update(options, app=app)
+
+    flower = SimpleNamespace(uvicorn=SimpleNamespace(run=run))
+    guard(flower)
+    flower.uvicorn.run(app="theirs", host="10.0.0.1", proxy_headers=True)
+    assert isinstance(served["app"], SitesOnly)
+    assert (served["host"], served["proxy_headers"]) == ("10.0.0.1", False)
+    for unknown in (SimpleNamespace(), SimpleNamespace(uvicorn=SimpleNamespace())):
+        with pytest.raises(SystemExit, match="could not be closed"):
+            guard(unknown)
+    assert import_module("flwr.superlink.cli.flower_superlink").uvicorn.run  # what is replaced in the real one
+
+
+def test_clocks_are_held_to_what_flower_accepts() -> None:
+    hows = [doctor._clock_finding(ahead).how for ahead in (0.3, 3.5, 4.5, 30.0, -30.0, -100.0, -300.0)]
+    assert hows == ["good", "good", "bad", "bad", "good", "warning", "bad"]
+
+
+def test_a_site_may_hold_one_class_and_keeps_its_images_to_itself(tmp_path: Path) -> None:
+    image = pytest.importorskip("PIL.Image")
+    for row in range(3):
+        path = tmp_path / "pictures" / "b" / f"{row}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        image.fromarray(np.full((2, 2), row, np.uint8)).save(path)
+    agreed = DataAgreement(classes=("a", "b"), shape=(1, 2, 2), input="uint8")
+    cache = tmp_path / "cache"
+    cache.mkdir(mode=0o755)
+    train, _ = site_data.load(tmp_path / "pictures", cache, agreed, hold_out=False)
+    assert train.labels.tolist() == [1, 1, 1]
+    assert cache.stat().st_mode & 0o077 == 0
+
+
+@pytest.mark.skipif(os.name != "posix", reason="modes of files")
+def test_what_a_process_writes_is_for_its_owner_alone(tmp_path: Path) -> None:
+    written = tmp_path / "written"
+    command = [sys.executable, "-c", f"print('held'); open({str(written)!r}, 'w').close()"]
+    process = processes.Owned(command, dict(os.environ), tmp_path / "log")
+    process.process.wait(timeout=60)
+    assert [path.stat().st_mode & 0o777 for path in (written, tmp_path / "log")] == [0o600, 0o600]
 
 
 def still_runs(pid: int) -> bool:

@@ -25,6 +25,7 @@ from test_deploy_slow import _locally_without
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 SMALL = ["-c", "net.name='mlp'", "-c", "method.lr=0.1", "-c", "method.batch_size=8", "-c", "seed=5"]
+LOWEST = ["--min-count", "1", "--min-clients", "1"]
 OPEN = {"redgrape": ["-c", "method.preset='paper'", "-c", "method.min_count=1"]}
 
 # The server's part of the Flower app, which also writes down every answer that it receives from a site.
@@ -97,7 +98,7 @@ def federated(tmp_path_factory: pytest.TempPathFactory) -> Federated:
 @pytest.fixture(scope="module")
 def deployment(tmp_path_factory: pytest.TempPathFactory, federated: Federated) -> Iterator[Watched]:
     folder = tmp_path_factory.mktemp("secure")
-    with Watched(folder, federated, "--test", federated.folder / "test.npz", "--min-count", "1") as deployment:
+    with Watched(folder, federated, "--test", federated.folder / "test.npz", *LOWEST) as deployment:
         deployment.start()
         yield deployment
     assert not still_there(folder)
@@ -214,7 +215,7 @@ def test_models_are_evaluated_at_the_sites_by_sums(tmp_path: Path, federated: Fe
 def test_a_site_killed_in_a_round_is_left_out_and_the_next_waits_for_it(
     tmp_path: Path, federated: Federated, tally: Callable[..., None]
 ) -> None:
-    with Watched(tmp_path, federated, "--test", federated.folder / "test.npz", "--min-count", "1") as deployment:
+    with Watched(tmp_path, federated, "--test", federated.folder / "test.npz", *LOWEST) as deployment:
         deployment.set(deadlines__round=300)
         deployment.start()
         options = [*SMALL, *OPEN["redgrape"], "-c", "method.lr=0.001", "-c", "method.epochs=400"]

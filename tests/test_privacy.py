@@ -624,6 +624,23 @@ def test_epsilon_never_decreases_when_rounds_are_done_again(
     assert epsilons == sorted(epsilons)
 
 
+@needs_accountant
+def test_a_run_does_not_go_on_where_its_ledger_lost_rounds(tiny: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
+    """Or epsilon would begin again, too small."""
+    folder = carried_out(tmp_path / "run", private_run(tiny) | {"rounds": 5}, rounds=3)
+    lines = folder.path / "privacy.jsonl"
+    whole = lines.read_bytes()
+    lines.write_bytes(b"".join(whole.splitlines(keepends=True)[:-1]))
+    with pytest.raises(StorageError, match="does not tell of round 3"):
+        carried_out(folder.path, {})
+    lines.unlink()
+    with pytest.raises(StorageError, match="does not tell of round 1"):
+        carried_out(folder.path, {})
+    lines.write_bytes(whole)
+    carried_out(folder.path, {})
+    assert [r["round"] for r in PrivacyLedger(folder.path).releases()] == [1, 2, 3, 4, 5]
+
+
 KILLED = """
 import sys
 from pathlib import Path
@@ -771,6 +788,19 @@ def test_the_report_of_real_sites_tells_only_what_the_server_knows(
     assert leak_in_one_line(facts) is None
 
 
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [(1, "a single client answered, that client's change as it is"), (3, "fewest that answered in a round were 3")],
+)
+def test_the_report_tells_the_fewest_answers_behind_a_round(
+    tiny: Callable[..., dict[str, Any]], tmp_path: Path, asked: int, words: str
+) -> None:
+    folder = carried_out(tmp_path / "run", tiny(rounds=2, clients_per_round=asked, method__name="fedavg"))
+    facts = disclosed(folder)
+    assert facts["fewest_answers"] == asked
+    assert words in " ".join(in_words(facts)["the clients"])
+
+
 def test_the_command(tiny: Callable[..., dict[str, Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = carried_out(tmp_path / "run", tiny(rounds=2, method__name="redgrape"))
     assert cli.run(["privacy", str(folder.path)]) == 0
@@ -801,6 +831,30 @@ def test_other_methods_are_told_of_too(
     )
     folder = carried_out(tmp_path / "run", values)
     assert word in " ".join(sentence for party in in_words(disclosed(folder)).values() for sentence in party)
+
+
+@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({}, []),
+        ({"prototype_weights": "count"}, ["of each client: the number of examples behind every class"]),
+        ({"prototype_message": "sum"}, ["of each client: the classes with at least 8 examples, in every round"]),
+        ({"prototype_message": "sum", "threshold": math.inf}, []),
+    ],
+)
+def test_what_clients_tell_beside_their_gradients_is_in_the_report(
+    tiny: Callable[..., dict[str, Any]], tmp_path: Path, options: dict[str, Any], words: list[str], known: bool
+) -> None:
+    values = tiny(rounds=1, method__name="redgrape")
+    values["method"] |= options
+    folder = carried_out(tmp_path / "run", values)
+    if not known:  # as at real sites
+        path = folder.path / "environment.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"client_counts": None}))
+        (folder.path / "SHA256SUMS").unlink()
+    told = [sentence for sentence in in_words(disclosed(folder))["the server"] if "of each client: " in sentence]
+    assert len(told) == len(words) and all(w in sentence for w, sentence in zip(words, told, strict=True))
 
 
 def test_a_run_in_the_papers_mode_says_what_it_gives_away(

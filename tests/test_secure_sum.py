@@ -284,7 +284,12 @@ def federated(tmp_path: Path) -> Federated:
 
 
 def _deployed(tmp_path: Path, federated: Federated, **changes: Any) -> tuple[Deployment, list[Site]]:
-    values = {"test": str(federated.folder / "test.npz"), "min_count": 1, "secure_aggregation": True} | changes
+    values = {
+        "test": str(federated.folder / "test.npz"),
+        "min_count": 1,
+        "min_clients": 1,
+        "secure_aggregation": True,
+    } | changes
     create(tmp_path / "deployment", options(**values))
     deployment = Deployment(tmp_path / "deployment")
     return deployment, [Site(SiteFolder(deployment.site(name)), federated.data(name)) for name in SITES]
@@ -532,6 +537,21 @@ def test_the_privacy_report_tells_of_sums(tmp_path: Path, federated: Federated) 
     words = " ".join(in_words(facts)["the server"])
     assert "3 sums (secure aggregation), each over 3 sites" in words and "more than half" in words
     assert "which classes each client holds" not in words
+
+
+def test_the_privacy_report_tells_of_summed_class_counts_and_evaluations(tmp_path: Path, federated: Federated) -> None:
+    deployment, sites = _deployed(tmp_path, federated, test=None, min_count=8)
+    method = {"name": "logit_adjustment", "prior": "global"}
+    folder, _ = _run(deployment, FakeGrid(deployment, sites), "a", rounds=1, method=method)
+    words = " ".join(in_words(disclosed(folder))["the server"])
+    assert (
+        "of all sites together, and of none by itself: Before the first round each client was asked how many" in words
+    )
+    assert "of all sites together, by 1 evaluation there" in words and "for training on" not in words
+    method = {"name": "redgrape", "prototype_weights": "count", "min_count": 8}
+    folder, _ = _run(deployment, FakeGrid(deployment, sites), "b", rounds=1, method=method)
+    words = " ".join(in_words(disclosed(folder))["the server"])
+    assert "of a round's sites together: the number of examples behind every class that is reported" in words
 
 
 def test_a_state_of_a_site_is_named_by_its_round(tmp_path: Path, federated: Federated) -> None:

@@ -20,11 +20,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 
 import redgrape
 from redgrape import cli
 from redgrape.commands import suites
+from redgrape.data.longtail import exponential
+from redgrape.data.partition import partition
 from redgrape.errors import ConfigError
 from redgrape.experiment import Experiment
 from redgrape.report import RunView
@@ -218,8 +221,45 @@ def test_suites_share_cells() -> None:
         for name, shared in (("fig_lambda", 1), ("fig_threshold", 1), ("fig_two_stream", 2), ("table6", 18)):
             assert len(identities(name, scale) & table1) == shared
         assert not table1 & identities("table2", scale)
-    assert len(identities("cifar10_resnet8", "quick") & identities("table1", "quick")) == 3
-    assert len(identities("ablations", "quick") & identities("table1", "quick")) == 2
+    for name, shared in (("cifar10_resnet8", 3), ("ablations", 2)):
+        assert len(identities(name, "quick") & identities("table1", "quick")) == shared
+        assert len(identities(name, "paper") & identities("table1", "paper")) == shared
+
+
+def test_departures_stand_below_the_tables_they_concern() -> None:
+    def told(name: str, *only: str) -> str:
+        return " ".join(description.load(name).departures("study", only))
+
+    assert "32 images" in told("table1", "mnist", "fedavg") and "0.9" in told("table1", "mnist", "fedavg")
+    assert "clipped" not in told("table1", "mnist", "fedavg") and "clipped" in told("table1", "mnist", "ratio_loss")
+    assert "cropped" not in told("table1", "mnist") and "cropped" in told("table1", "cifar10")
+    assert "skewed" not in told("table6", "mnist") and "skewed" in told("table6", "cifar100")
+    suite = description.load("table6")
+    table = tables.build(suite, [], scale="study", departures=suite.departures("study"))
+    assert "clipped at norm 1" in tables.markdown(table)
+
+
+def test_skew_of_the_partition_is_as_table_6_says() -> None:
+    told = " ".join(description.load("table6").departures("study", ["cifar100"]))
+    for source, classes, head in (("CIFAR-100-LT", 100, 468), ("CIFAR-10-LT", 10, 4968)):
+        sizes = exponential([head] * classes, ir=100)
+        labels = np.repeat(np.arange(classes), sizes)
+        skews = []
+        for alpha in (0.1, 1.0, 10.0):
+            distances = []
+            for seed in range(3):
+                parts = partition(labels, "prior_dirichlet", clients=10, alpha=alpha, seed=seed)
+                mixtures = [np.bincount(labels[rows], minlength=classes) / len(rows) for rows in parts]
+                distances += [np.abs(mixture - np.array(sizes) / sum(sizes)).sum() / 2 for mixture in mixtures]
+            skews.append(f"{np.mean(distances):.1f}")
+        assert re.search(rf"{source} .*?{skews[0]}, {skews[1]} and {skews[2]}", told), (source, skews)
+
+
+def test_smaller_scales_are_cut_against_the_papers_data_and_net() -> None:
+    """Also where a suite is made for the smaller scale."""
+    assert "data.head_cap: 1000 instead of none" in description.load("ablations").cuts("study")
+    cuts = description.load("cifar10_resnet8").cuts("study")
+    assert {"data.head_cap: 500 instead of none", "net.name: resnet8 instead of resnet56"} <= set(cuts)
 
 
 def test_settings_are_those_of_the_appendix() -> None:
@@ -1068,18 +1108,22 @@ def test_the_wheel_holds_the_suites() -> None:
     assert description.FOLDERS[0] == Path(description.__file__).parents[1] / "experiments"
 
 
-def test_the_results_page_says_what_the_records_say(tmp_path: Path) -> None:
+@pytest.mark.parametrize("page", ["results", "results-quick"])
+def test_the_results_pages_say_what_the_records_say(page: str, tmp_path: Path) -> None:
     """scripts/results has been called since the last record."""
-    page = (ROOT / "docs" / "results.md").read_text()
-    marks = re.findall(r"^<!-- ([a-z0-9_]+) ([a-z]+):begin -->$", page, flags=re.MULTILINE)
-    assert {name for name, _ in marks} == set(description.names())
+    text = (ROOT / "docs" / f"{page}.md").read_text()
+    marks = re.findall(r"^<!-- ([a-z0-9_]+) ([a-z]+):begin -->$", text, flags=re.MULTILINE)
+    if page == "results-quick":
+        assert sorted(marks) == [(name, "quick") for name in description.names()]
     for name, scale in marks:
         suite = description.load(name)
         found = ledger.standings(suite.cells(scale), tmp_path, ROOT / "results")
         found = [Standing(s.cell, s.view, s.is_record) for s in found]
+        assert any(standing.finished for standing in found), f"{name} at scale {scale} has no record"
         command = f"redgrape reproduce {name} --scale {scale}"
-        table = tables.build(suite, found, scale=scale, cuts=suite.cuts(scale), command=command)
-        assert tables.insert(table, page) == page, f"{name} at scale {scale}: run scripts/results"
+        notes = {"cuts": suite.cuts(scale), "departures": suite.departures(scale)}
+        table = tables.build(suite, found, scale=scale, command=command, **notes)
+        assert tables.insert(table, text) == text, f"{name} at scale {scale}: run scripts/results"
 
 
 def test_a_page_without_marks_is_refused() -> None:

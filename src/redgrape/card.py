@@ -105,11 +105,27 @@ def _results(run: Mapping[str, Any]) -> str:
         for figure, words in FIGURES.items()
     ]
     return (
-        "Accuracy on the test set, of which no client held any example.\n\n"
-        f"{table(['accuracy', *columns], rows)}\n\n"
-        "Head and tail are the classes with the most and the fewest training examples. This folder holds the model of "
-        f"round {run['round']}; the mean is over the models of several rounds."
+        f"{_tested_on(run)}\n\n{table(['accuracy', *columns], rows)}\n\n{_head_and_tail(run)} This folder holds the "
+        f"model of round {run['round']}; the mean is over the models of several rounds."
     )
+
+
+def _tested_on(run: Mapping[str, Any]) -> str:
+    if run["class_counts"] is not None:
+        return "Accuracy on the test set, of which no client held any example."
+    if run["evaluated"] == "server":
+        return "Accuracy on a test set of the server's own."
+    floor = run["evaluated_from"]
+    least = f" Each site judged only classes of which it had at least {floor} training examples." if floor > 1 else ""
+    return f"Accuracy on test sets of the sites, with which they did not train.{least}"
+
+
+def _head_and_tail(run: Mapping[str, Any]) -> str:
+    if run["class_counts"] is not None:
+        return "Head and tail are the classes with the most and the fewest training examples."
+    if run["groups"]["tail"]:
+        return "The tail are the classes that were named so when the deployment was made, and the head all others."
+    return "There are no head and tail: which classes are rare, only the sites know."
 
 
 def _classes(card: Mapping[str, Any]) -> str:
@@ -136,7 +152,7 @@ def _data(run: Mapping[str, Any]) -> str:
         return bullets(
             [
                 f"source: the {run['clients']} sites of a deployment, where the examples have stayed",
-                "training examples: known to the sites alone",
+                "training examples of each class: known to the sites alone",
             ]
         )
     largest, smallest = max(counts), min(counts)

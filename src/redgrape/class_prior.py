@@ -55,6 +55,15 @@ def why_not_summed(source: PriorSource) -> str | None:
     return "prior=estimated looks at single updates; choose global or local" if source == "estimated" else None
 
 
+def why_class_counts(source: PriorSource) -> str | None:
+    """What the source asks of every client, and what to choose instead, where it asks for class counts."""
+    return (
+        "prior=global asks every client how many examples of each class it has (choose prior=local or estimated)"
+        if source == "global"
+        else None
+    )
+
+
 def check(source: PriorSource, method: LocalTraining) -> None:
     """Raise ValueError where the estimate, which reckons with the steps of plain sgd, would be wrong without a word."""
     if source == "estimated" and (method.optimizer != "sgd" or method.clip_norm is not None or method.weight_decay):

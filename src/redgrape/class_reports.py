@@ -39,6 +39,7 @@ class ClassReports(Averaging):
     )
 
     class_group: ClassVar[str]  # the group of an update that has the class gradients
+    less_solvable: ClassVar[str] = ""  # what to choose so that `solvable` is less, as the beginning of a hint
 
     @property
     def reports_classes(self) -> bool:
@@ -52,6 +53,10 @@ class ClassReports(Averaging):
         """Of how many examples at most a class gradient gives every feature vector away, to who solves for them: with
         n examples it has n n unknowns in (C - 1) (n + 1) equations (docs/privacy.md)."""
         return num_classes - 1
+
+    def told_beside_gradients(self) -> list[str]:
+        """What else clients tell of their classes; for the report of a run."""
+        return []
 
     def fewest_contributors(self) -> int:
         """How many clients must report a class for it to be released."""

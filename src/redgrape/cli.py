@@ -285,6 +285,9 @@ def _add_deployment(commands: Any) -> None:
         "--min-count", type=_positive, default=8, metavar="N", help="sites report no class with fewer examples (8)"
     )
     command.add_argument(
+        "--min-clients", type=_positive, default=3, metavar="N", help="no class is released that fewer sites report (3)"
+    )
+    command.add_argument(
         "--secure-aggregation", action="store_true", help="the server sees sums over the sites, no site's own update"
     )
     command.add_argument(

@@ -39,6 +39,7 @@ def disclosed(folder: RunFolder) -> dict[str, Any]:
         "secure_aggregation": bool(environment.get("secure_aggregation")),
         "fewest_answers": min((len(record["answered"]) for record in records), default=None),
         "beyond_averaging": method.privacy(),
+        "evaluations_at_sites": _evaluations_at_sites(records, environment),
         "class_reports": None,
         "noise": _noise(method, folder),
     }
@@ -50,6 +51,7 @@ def disclosed(folder: RunFolder) -> dict[str, Any]:
             "min_count": method.min_count,
             "min_clients": method.min_clients,
             "solvable_up_to": method.solvable(facts["classes"]),
+            "beside_gradients": method.told_beside_gradients(),
             "server": _seen_by_server(method, rounds, counts),
             "clients": _seen_by_clients(method, rounds),
         }
@@ -57,6 +59,16 @@ def disclosed(folder: RunFolder) -> dict[str, Any]:
             alone = sum(int((r.contributors == 1).sum()) for r in rounds)
             facts["class_reports"]["server"]["sums_of_one_client"] = alone
     return facts
+
+
+def _evaluations_at_sites(
+    records: Sequence[Mapping[str, Any]], environment: Mapping[str, Any]
+) -> dict[str, int] | None:
+    """How many, and from how many training examples on a class was in them; None where the server has a test set."""
+    if environment.get("evaluated") != "sites":
+        return None
+    floor = 1 if environment.get("secure_aggregation") else environment.get("min_count", 1)
+    return {"number": sum("test" in record for record in records), "min_count": floor}
 
 
 def _noise(method: Method, folder: RunFolder) -> dict[str, Any] | None:
@@ -149,7 +161,10 @@ def _seen_by_clients(method: ClassReports, rounds: Sequence[_Round]) -> dict[str
 def in_words(facts: Mapping[str, Any]) -> dict[str, list[str]]:
     """The same for people: a few sentences for each party."""
     reports = facts["class_reports"]
-    clients = ["the model of every round that they took part in, and so the sum of what the others changed"]
+    clients = [
+        "the model of every round that they took part in, and so the sum of what the others changed"
+        + _fewest_words(facts["fewest_answers"])
+    ]
     server = [
         f"{facts['answers']} updates of the model, each with its client's number of examples and training loss; the "
         "classifier's part of an update tells much about the labels behind it"
@@ -157,12 +172,22 @@ def in_words(facts: Mapping[str, Any]) -> dict[str, list[str]]:
     if facts["secure_aggregation"]:
         server = _sum_words(facts)
     elif reports is None:
-        server += [facts["beyond_averaging"]] if facts["beyond_averaging"] else ["no class by name"]
+        server += [facts["beyond_averaging"]] if facts["beyond_averaging"] else ["no class by name, from the updates"]
     else:
         server += _server_words(facts, reports)
+    if (evaluations := facts["evaluations_at_sites"]) is not None:
+        server += [_evaluation_words(evaluations, summed=facts["secure_aggregation"])]
     if reports is not None:
         clients += _client_words(facts, reports["clients"])
     return {"the server": server, "the clients": clients, "differential privacy": _noise_words(facts["noise"])}
+
+
+def _fewest_words(fewest: int | None) -> str:
+    if fewest is None:
+        return ""
+    if fewest == 1:
+        return "; in a round that a single client answered, that client's change as it is"
+    return f"; the fewest that answered in a round were {fewest}"
 
 
 def _sum_words(facts: Mapping[str, Any]) -> list[str]:
@@ -175,7 +200,8 @@ def _sum_words(facts: Mapping[str, Any]) -> list[str]:
         "other sites on its side",
     ]
     if (reports := facts["class_reports"]) is None:
-        return told
+        beyond = facts["beyond_averaging"]
+        return [*told, f"of all sites together, and of none by itself: {beyond}"] if beyond else told
     seen, limit = reports["server"], reports["solvable_up_to"]
     return [
         *told,
@@ -183,7 +209,19 @@ def _sum_words(facts: Mapping[str, Any]) -> list[str]:
         f"gradients: {seen['reports']} reports in all, not whose they were",
         f"{seen['sums_of_one_client']} times one site alone reported a class, so that the sum was its own; a sum over "
         f"at most {_examples(limit)} can be solved for their feature vectors: how many there were, only the sites know",
+        *(f"of a round's sites together: {words}" for words in reports["beside_gradients"]),
     ]
+
+
+def _evaluation_words(evaluations: Mapping[str, int], *, summed: bool) -> str:
+    whose = "of all sites together" if summed else "of each site"
+    floor, number = evaluations["min_count"], evaluations["number"]
+    by = "1 evaluation" if number == 1 else f"{number} evaluations"
+    least = f", from {_examples(floor)} for training on" if floor > 1 else ""
+    return (
+        f"{whose}, by {by} there, how many test examples of which class were taken for "
+        f"which{least}; where these were held out, they are a known share of all of the class"
+    )
 
 
 def _noise_words(noise: Mapping[str, Any] | None) -> list[str]:
@@ -208,11 +246,12 @@ def _noise_words(noise: Mapping[str, Any] | None) -> list[str]:
 
 def _server_words(facts: Mapping[str, Any], reports: Mapping[str, Any]) -> list[str]:
     seen, floor = reports["server"], reports["min_count"]
+    beside = [f"of each client: {words}" for words in reports["beside_gradients"]]
     if "pairs" not in seen:
         limit = reports["solvable_up_to"]
         words = [f"{seen['reports']} reports of a class by a client, each of {_examples(floor)} or more"]
         few = f"the exact feature vectors behind reports of at most {_examples(limit)}: how many, only the clients know"
-        return [*words, few] if floor <= limit else words
+        return [*words, *([few] if floor <= limit else []), *beside]
     back = f", and {seen['pairs_held_back']} were held back" if floor > 1 else ""
     return [
         f"which classes each client holds, from {_examples(floor)} on: {seen['pairs']} pairs of a client and a class, "
@@ -221,6 +260,7 @@ def _server_words(facts: Mapping[str, Any], reports: Mapping[str, Any]) -> list[
         f"client, in {seen['single_example_reports']} reports",
         f"with some work the feature vectors of {_examples(seen['solvable_examples'])} in {seen['solvable_pairs']} "
         "pairs, those among them: of so few examples a report can be solved for all; of the others a weighted mean",
+        *beside,
     ]
 
 

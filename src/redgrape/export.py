@@ -94,6 +94,8 @@ def _facts(
         "clients": len(environment["client_counts"] or environment.get("sites", [])),
         "groups": environment["groups"],
         "secure_aggregation": bool(environment.get("secure_aggregation")),
+        "evaluated": environment.get("evaluated", "server"),
+        "evaluated_from": 1 if environment.get("secure_aggregation") else environment.get("min_count", 1),
         "versions": {name: environment[name] for name in ("redgrape", "python", "torch", "numpy")},
     }
 

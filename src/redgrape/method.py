@@ -205,6 +205,11 @@ class Method(LocalTraining, ABC):
         can be summed securely: then the method has a `summand` and `stand_ins`."""
         return "its server needs more of the clients than sums"
 
+    def why_class_counts(self) -> str | None:
+        """What makes every client tell how many examples of each class it has, and what to choose instead; None where
+        they do not. A survey that nothing is said of counts as one that asks for it."""
+        return None if type(self).survey is Method.survey else "its survey asks clients what they hold"
+
     def summand(self, update: Tree) -> Tree:
         """What a client adds to a secure sum in place of sending its update. Neither its names nor its shapes tell what
         the client holds."""

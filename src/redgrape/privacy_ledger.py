@@ -5,8 +5,8 @@
 
 A line is on the disk before its release is let out, and no line is ever taken back. A round that a crash lets run again
 gives the same bits when the same clients answer, and is then the same release. With other answers it is a release more.
-Each line carries a checksum over itself and the line before, so that a line that was changed or lost is noticed. (Lines
-lost at the end are not; the checkpoint that has the later rounds is.)
+Each line carries a checksum over itself and the line before, so that a line that was changed or lost is noticed. Lines
+lost at the end are noticed by the checkpoint, which has the rounds that they tell of.
 """
 
 from __future__ import annotations
@@ -79,6 +79,15 @@ class PrivacyLedger:
                 raise StorageError(f"'{self._lines}' is damaged or was edited in line {len(found) + 1}")
             found.append({**release, "checksum": before})
         return found
+
+    def require(self, rounds: int) -> None:
+        """Raise StorageError unless every one of these first rounds, which the run has behind it, is written down."""
+        missing = set(range(1, rounds + 1)) - {release["round"] for release in self.releases()}
+        if missing:
+            raise StorageError(
+                f"'{self._lines}' does not tell of round {min(missing)}, which was released: what the run has spent "
+                "is not known any more; put the file back"
+            )
 
     def spend(
         self, round: int, clients: Sequence[int], digest: str, mechanisms: Sequence[Mechanism], delta: float

@@ -131,8 +131,10 @@ class Run:
         e = self.experiment
         method = e.method.create()
         secret = None
-        if isinstance(method, Averaging) and method.mechanisms(1) and method.dp_randomness == "secret":
-            secret = self.ledger.secret(is_new=state is None)
+        if isinstance(method, Averaging) and method.mechanisms(1):
+            self.ledger.require(state.round if state else 0)
+            if method.dp_randomness == "secret":
+                secret = self.ledger.secret(is_new=state is None)
         return Training(
             method,
             federation,

@@ -35,8 +35,8 @@ def init(options: argparse.Namespace) -> None:
         print(f"  give to site {printable(name)}: {printable(options.folder / 'sites' / name)}")
     if len(described.sites) < 5:
         print(
-            f"note: a class is released where 3 sites report it, and there are {len(described.sites)}: few classes may "
-            "be; method.min_clients in experiment.toml says how many it takes"
+            f"note: a class is released where {described.min_clients} sites report it, and there are "
+            f"{len(described.sites)}: few classes may be (--min-clients)"
         )
     print(f"next: redgrape deploy server {printable(options.folder)}")
 
@@ -54,6 +54,7 @@ def _described(options: argparse.Namespace) -> DeployOptions:
         "bind": options.bind or options.host,
         "plain": options.plain,
         "min_count": options.min_count,
+        "min_clients": options.min_clients,
         "secure_aggregation": options.secure_aggregation,
         "data": _agreement(options),
     }
@@ -155,6 +156,8 @@ def run(options: argparse.Namespace) -> None:
         SimulatedDeployment(options.folder, options.simulate)  # looks whether it can be
     experiment = Experiment.parse(_values(options, deployment.path / "experiment.toml"))
     submission.check(experiment, deployment.options)
+    if warning := submission.lone_answers(experiment, deployment.options):
+        _say(f"warning: {warning}")
     experiment = deployed(experiment, deployment.options)
     path = deployment.path / "runs" / (options.name or run_name(experiment))
     if path.name != (options.name or path.name):

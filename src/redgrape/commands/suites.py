@@ -53,6 +53,7 @@ def reproduce(options: argparse.Namespace) -> None:
         standings,
         scale=options.scale,
         cuts=suite.cuts(options.scale, options.seeds, options.only),
+        departures=suite.departures(options.scale, options.only),
         command=shlex.join(words),
     )
     _publish(table, folder, options)

@@ -33,11 +33,19 @@ TEST_SHARE = 0.2
 LARGE, UNLIKELY = 1 << 30, 200  # bytes, and how many times smaller no honest array of that size gets
 
 
-def load(path: Path, root: Path, *, seed: int, image_size: int | None = None, hold_out: bool = True) -> Source:
+def load(
+    path: Path,
+    root: Path,
+    *,
+    seed: int,
+    image_size: int | None = None,
+    hold_out: bool = True,
+    fewest_classes: int = 2,
+) -> Source:
     """The data at this path; the cache of decoded images lies under `root`. Data that brings no test set gives some of
-    its rows for one, unless they are not to be held out."""
+    its rows for one, unless they are not to be held out. A part of the data may have but one class folder."""
     if path.is_dir():
-        return _from_folder(path, root, seed, image_size, hold_out)
+        return _from_folder(path, root, seed, image_size, hold_out, fewest_classes)
     if path.suffix != ".npz":
         raise ConfigError(f"{path} is neither a folder of images nor an .npz file")
     if image_size is not None:
@@ -68,11 +76,13 @@ class _Listing:
     test: NDArray[np.bool_] | None
 
 
-def _from_folder(folder: Path, root: Path, seed: int, image_size: int | None, hold_out: bool) -> Source:
+def _from_folder(
+    folder: Path, root: Path, seed: int, image_size: int | None, hold_out: bool, fewest_classes: int
+) -> Source:
     if image_size is not None and image_size < 1:
         raise ConfigError(f"image_size is {image_size}; it must be at least 1")
     try:
-        listing = _list_images(folder)
+        listing = _list_images(folder, fewest_classes)
         images: Any = _decoded(listing, root, image_size)
     except OSError as error:
         raise StorageError(f"cannot read or write {error.filename or folder}: {error.strerror or error}") from error
@@ -85,11 +95,11 @@ def _from_folder(folder: Path, root: Path, seed: int, image_size: int | None, ho
     return Source(folder.name, train, test, listing.class_names)
 
 
-def _list_images(folder: Path) -> _Listing:
+def _list_images(folder: Path, fewest_classes: int) -> _Listing:
     names = [entry.name for entry in visible_folders(folder)]
     splits = ["train", "test"] if set(names) == {"train", "test"} else ["."]
     classes = [[entry.name for entry in visible_folders(folder / split)] for split in splits]
-    if len(classes[0]) < 2:
+    if len(classes[0]) < fewest_classes:
         raise DataError(
             f"{folder / splits[0]} holds {len(classes[0])} class folders; it needs one sub-folder for each class"
         )

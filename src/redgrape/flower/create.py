@@ -79,7 +79,9 @@ numbered, `class_names`. The classes are: {classes}. You need not hold all of th
 ({input}).{evaluation}
 
 What leaves your site:
+
 {leaves}
+
 These limits are in `site.toml` and are kept here, whatever the server asks for. The server chooses the method and its
 settings; it also sends the Flower app, which is code: take part only with a server that you trust that far.
 
@@ -88,16 +90,28 @@ between rounds: keep it while a run goes on.
 """
 
 _LEAVES = """\
-the update of the model in each round, the number of your examples, and, with RedGrape, a mean gradient for each class
-of which you hold at least {min_count} examples."""
+- in each round your update of the model (with some methods also a second one of its size, such as that of
+  SCAFFOLD's control variates), the number of your examples and your mean training loss;
+- with RedGrape and CReFF a mean gradient for each class of which you hold at least {min_count} examples, and so which
+  these classes are; with some settings also how many examples of them you hold;
+- where a method asks for it before the first round, how many examples of each class you hold: {counts};
+- {evaluation};
+- who you are: the name of your site, the versions of redgrape, torch and numpy, and the kind of processor;
+- that something failed, and what kind of failure it was; what it was exactly is in `resident.log`, which stays here."""
 
-_LEAVES_IN_SUMS = """\
-the update of the model in each round, and, with RedGrape, a mean gradient for each class of which you hold at least
-{min_count} examples; but masked, so that the server can read only the sum over all sites (secure aggregation)."""
+_MASKED = """
+
+All but the last two is masked, so that the server can read only the sum over all sites (secure aggregation)."""
 
 
 def create(path: Path, options: DeployOptions) -> None:
     """Make the folder, which must not exist or be empty. It appears whole or not at all."""
+    if len(options.sites) < options.min_clients:
+        raise ConfigError(
+            f"there are {len(options.sites)} sites, and a class is released only where {options.min_clients} of them "
+            f"report it: none ever would be; name at least {options.min_clients} sites, or lower --min-clients (of "
+            "what two sites make together, each can take its own part off)"
+        )
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise ConfigError(f"'{path}' exists already and is not an empty folder; name another")
     temporary = path.with_name(f".{path.name}.tmp")
@@ -114,14 +128,16 @@ def create(path: Path, options: DeployOptions) -> None:
 
 
 def default_experiment(options: DeployOptions) -> dict[str, Any]:
-    """RedGrape, private where the method offers it. In a secure sum prototypes are exact: factors do not add up."""
+    """RedGrape, private where the method offers it. In a secure sum prototypes are exact: factors do not add up. A
+    round of one site alone would show its change of the model to all."""
     presets = methods.load("redgrape").presets
     private = {"preset": PRIVATE_PRESET} if PRIVATE_PRESET in presets else {}
     net = "cnn" if len(options.data.shape) == 3 and min(options.data.shape[1:]) >= 16 else "mlp"
-    method = {"name": "redgrape", **private, "min_count": options.min_count}
+    method = {"name": "redgrape", **private, "min_count": options.min_count, "min_clients": options.min_clients}
     if options.secure_aggregation:
         method["prototype_rank"] = "none"
-    return {"rounds": 20, "net": {"name": net}, "method": method}
+    fewest = min(len(options.sites), 3 if len(options.sites) >= 5 else 2)
+    return {"rounds": 20, "min_answers": fewest, "net": {"name": net}, "method": method}
 
 
 def deployed(experiment: Experiment, options: DeployOptions) -> Experiment:
@@ -203,12 +219,15 @@ def _fill_site(path: Path, name: str, index: int, options: DeployOptions, author
         plain=options.plain,
         evaluates=options.test is None,
         min_count=options.min_count,
+        min_clients=options.min_clients,
         secure_aggregation=options.secure_aggregation,
         data=options.data,
     )
     _write(path / "site.toml", site.to_toml())
     evaluation = (
-        "\nModels are evaluated at the sites: a fifth of your examples is held out for that." if site.evaluates else ""
+        "\nModels are evaluated at the sites: of data without a test set a fifth is held out for that."
+        if site.evaluates
+        else ""
     )
     words = {
         "name": name,
@@ -217,7 +236,7 @@ def _fill_site(path: Path, name: str, index: int, options: DeployOptions, author
         "shape": " x ".join(map(str, options.data.shape)),
         "input": "pixels as uint8" if options.data.input == "uint8" else "numbers",
         "evaluation": evaluation,
-        "leaves": (_LEAVES_IN_SUMS if options.secure_aggregation else _LEAVES).format(min_count=options.min_count),
+        "leaves": _leaves(site),
     }
     _write(path / "README.md", _SITE_README.format(**words))
     _script(path / "start.sh", 'exec redgrape deploy site "$(dirname "$0")" --data "$@"')
@@ -226,6 +245,20 @@ def _fill_site(path: Path, name: str, index: int, options: DeployOptions, author
         (path / "ca.crt").write_bytes(authority)
         write_private(path / "key", private)
         (path / "key.pub").write_bytes(public)
+
+
+def _leaves(site: SiteOptions) -> str:
+    """What leaves a site, for its engineer."""
+    all_told = site.secure_aggregation or site.min_count == 1
+    counts = "your site answers" if all_told else f"your site refuses, because its min_count is {site.min_count}"
+    floor = "" if all_told else f", for the classes of which you train with at least {site.min_count} examples"
+    evaluation = (
+        f"in an evaluation how often which class of your test set was taken for which, and the loss{floor}"
+        if site.evaluates
+        else "nothing of a test set: models are evaluated at the server"
+    )
+    words = _LEAVES.format(min_count=site.min_count, counts=counts, evaluation=evaluation)
+    return words + _MASKED if site.secure_aggregation else words
 
 
 def _write(path: Path, text: str) -> None:

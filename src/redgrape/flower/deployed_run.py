@@ -1,5 +1,5 @@
-"""A run whose clients are sites. Its folder is like that of any run, without what the server does not know: who holds
-what, and how many examples of a class there are."""
+"""A run whose clients are sites. Its folder is like that of any run, without what the server is not told: who holds
+what, and how many training examples of a class there are. (Of a test set at the sites the evaluation counts them.)"""
 
 from __future__ import annotations
 
@@ -78,6 +78,7 @@ class DeployedRun(Run):
             "sites": list(options.sites),
             "secure_aggregation": options.secure_aggregation,
             "evaluated": "sites" if federation.evaluated_elsewhere else "server",
+            "min_count": options.min_count,
             "run": self._name,
             "files": {},
             "stack": 1,

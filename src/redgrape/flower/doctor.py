@@ -18,7 +18,7 @@ from typing import Literal
 
 from redgrape.errors import BusyError, RedgrapeError
 from redgrape.experiment import Experiment, read_toml
-from redgrape.flower import certificates, site_data
+from redgrape.flower import certificates, site_data, submission
 from redgrape.flower.create import deployed
 from redgrape.flower.folder import Deployment, SiteFolder
 from redgrape.flower.link import Link
@@ -26,9 +26,10 @@ from redgrape.flower.server_role import check_port
 from redgrape.flower.site_role import check_server
 
 SOON = 30.0  # days before its end at which a certificate is worth a word
-SKEW = 60.0  # seconds that clocks may differ; Flower refuses a site's signature from 5 (ahead) or 300 (behind) on
+AHEAD, BEHIND = 4.0, 290.0  # seconds that a site's clock may differ; Flower refuses it from 5 and 305 on
+SKEW = 60.0  # seconds behind that are worth a word
 FREE = 1 << 30  # bytes
-OLDEST_FLOWER, FIRST_FLOWER_TOO_NEW = (1, 41), (2, 0)
+OLDEST_FLOWER, FIRST_FLOWER_TOO_NEW = (1, 41), (1, 42)
 
 
 @dataclass(frozen=True)
@@ -117,13 +118,9 @@ def _versions() -> Iterator[Finding]:
 
 
 def _experiment(deployment: Deployment) -> str:
-    experiment = deployed(Experiment.parse(read_toml(deployment.path / "experiment.toml")), deployment.options)
-    promised = getattr(experiment.method.create(), "min_count", None)
-    if promised is not None and promised < deployment.options.min_count:
-        raise RedgrapeError(
-            f"experiment.toml has method.min_count={promised}, and the sites report no class below "
-            f"{deployment.options.min_count}; raise it"
-        )
+    experiment = Experiment.parse(read_toml(deployment.path / "experiment.toml"))
+    submission.check(experiment, deployment.options)
+    experiment = deployed(experiment, deployment.options)
     return f"{experiment.method.name}, {experiment.rounds} rounds"
 
 
@@ -195,12 +192,17 @@ def _clock(folder: SiteFolder) -> Finding:
         connection.close()
     if not date:
         return Finding("clock", "warning", "not compared: the server tells no time")
-    ahead = time.time() - email.utils.parsedate_to_datetime(date).timestamp()
-    if abs(ahead) > SKEW:
-        return Finding(
-            "clock", "bad", f"{abs(ahead):.0f} seconds {'ahead of' if ahead > 0 else 'behind'} the server's; set it"
-        )
-    return Finding("clock", "good", "within a minute of the server's")
+    # The server tells whole seconds, cut off, so that this is up to one too large.
+    return _clock_finding(time.time() - email.utils.parsedate_to_datetime(date).timestamp() - 0.5)
+
+
+def _clock_finding(ahead: float) -> Finding:
+    words = f"{abs(ahead):.0f} seconds {'ahead of' if ahead > 0 else 'behind'} the server's"
+    if ahead > AHEAD or -ahead > BEHIND:
+        return Finding("clock", "bad", f"{words}, and Flower refuses what a site signs so; set it")
+    if -ahead > SKEW:
+        return Finding("clock", "warning", f"{words}; set it")
+    return Finding("clock", "good", words)
 
 
 def _site_data(folder: SiteFolder, data: Path) -> str:

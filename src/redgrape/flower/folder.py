@@ -110,6 +110,7 @@ class DeployOptions(_Described):
     auxiliary: str | None = Field(None, description="the server's small balanced set, for methods that need one")
     tail: Names = Field((), description="classes that count as the tail in reports; the others are the head")
     min_count: int = Field(8, ge=1, description="sites refuse to report a class of which they hold fewer examples")
+    min_clients: int = Field(3, ge=1, description="sites refuse that a class is released which fewer sites report")
     secure_aggregation: bool = Field(False, description="the server sees sums over the sites and no site's update")
     data: DataAgreement
     deadlines: Deadlines = Field(default_factory=Deadlines)
@@ -145,6 +146,7 @@ class SiteOptions(_Described):
     plain: bool = False
     evaluates: bool = Field(description="whether models are evaluated at the sites, each of which holds out a test set")
     min_count: int = Field(8, ge=1, description="refuse to report a class of which there are fewer examples here")
+    min_clients: int = Field(3, ge=1, description="refuse that a class is released which fewer sites report")
     secure_aggregation: bool = Field(False, description="answer in secure sums alone, never with an update as it is")
     data: DataAgreement
 

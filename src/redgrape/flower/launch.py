@@ -1,6 +1,7 @@
 """Flower's own SuperLink, SuperNode and commands with the settings of a deployment: the first word tells which.
 
-Three things cannot be set by their options, and are set here where this version of Flower has them:
+Three things cannot be set by their options, and are set here. The first must hold: where it cannot be set, nothing is
+started.
 
 - The SuperLink answers everything on one port: to sites, but also to whoever wants to register a key, start a run or
   take the server's part in one, and asks them for nothing. Here only the sites' part of it is open to other machines.
@@ -15,6 +16,7 @@ import os
 import signal
 import sys
 import time
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -47,13 +49,22 @@ def _is_from_here(scope: Any) -> bool:
 
 
 def superlink() -> None:
-    from flwr.superlink import extensions
-    from flwr.superlink.cli import flower_superlink
-    from starlette.middleware import Middleware
+    theirs = import_module("flwr.superlink.cli.flower_superlink")  # the package has a function of the module's name
+    guard(theirs)
+    theirs.flower_superlink()
 
-    theirs = extensions.get_middleware
-    extensions.get_middleware = lambda: (Middleware(SitesOnly), *theirs())
-    flower_superlink()
+
+def guard(flower: Any) -> None:
+    """Put `SitesOnly` around what this module of Flower's serves."""
+    run = getattr(getattr(flower, "uvicorn", None), "run", None)
+    if run is None:
+        sys.exit("this version of Flower serves in an unknown way, and could not be closed to other machines")
+
+    def serve(app: Any, **options: Any) -> None:
+        # An address from a header would be whatever the other side likes.
+        run(SitesOnly(app), **{**options, "proxy_headers": False})
+
+    flower.uvicorn = SimpleNamespace(run=serve)
 
 
 def supernode() -> None:

@@ -64,6 +64,10 @@ def end_with_parent() -> None:
             sys.exit(143)
 
 
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
+
+
 class Owned:
     """One process with all that it starts. Its output goes to a file. What it starts is known by a mark in the
     environment, which is inherited also by those that leave the group or lose their parent."""
@@ -72,7 +76,7 @@ class Owned:
         self.log = log
         self._mark = f"REDGRAPE_OWNED={secrets.token_hex(8)}"
         name, _, value = self._mark.partition("=")
-        with log.open("ab") as file:
+        with open(log, "ab", opener=_private) as file:
             self.process = subprocess.Popen(  # noqa: S603  # the command is ours
                 command,
                 env={**env, name: value},
@@ -80,6 +84,7 @@ class Owned:
                 stdout=file,
                 stderr=file,
                 start_new_session=True,
+                umask=0o077,  # what it writes may tell of a party's data
             )
 
     def code(self) -> int | None:

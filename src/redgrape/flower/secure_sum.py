@@ -71,6 +71,8 @@ def _masks(secret: bytes, modulus: int, shapes: Sequence[tuple[int, ...]]) -> li
 
 # The package has a function of the module's name.
 _flower: Any = import_module("flwr.client.mod.secure_aggregation.secaggplus_mod")
+if not hasattr(_flower, "pseudo_rand_gen"):
+    raise ConfigError("this version of Flower masks numbers in an unknown way; install one that pyproject.toml allows")
 _flower.pseudo_rand_gen = _masks
 
 

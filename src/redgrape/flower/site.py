@@ -4,16 +4,19 @@ join       who is this, and does its data fit
 survey     what a method must know before the first round
 request    what a method asks a client before it sends it a message of its own
 train      a client's round: the update; the new state is saved here, under run and round
-evaluate   how a model does on the site's test set: counts, not examples
+evaluate   how a model does on the site's test set, of classes from min_count on: counts, not examples
 sum        one stage of a secure sum of what the site would answer to one of the last three (secure_sum.py). A site with
            secure_aggregation answers to these three in no other way
 """
 
 from __future__ import annotations
 
+import os
 import platform
 import signal
+import sys
 import tomllib
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -27,11 +30,12 @@ import torch
 
 import redgrape
 from redgrape import evaluate, methods, nets, tree
+from redgrape.data.examples import Examples
 from redgrape.data.prepare import augmentation
 from redgrape.engines import ClientHalf, Task
 from redgrape.errors import ConfigError, DataError, RedgrapeError
 from redgrape.experiment import Experiment
-from redgrape.flower import site_data
+from redgrape.flower import floors, site_data
 from redgrape.flower.federation import PartialFederation
 from redgrape.flower.folder import SiteFolder
 from redgrape.flower.site_states import SiteStates
@@ -56,6 +60,7 @@ class Site:
         if self.options.evaluates and not len(self.test):
             raise DataError(f"'{data}' holds no test example, and models are evaluated at the sites")
         self.index = index
+        self._judged = self._test_told()
         self._states = SiteStates(folder.states if states is None else states)
         self._prepared: tuple[str, ClientHalf] | None = None
         self._sums: tuple[str, Member] | None = None  # the name of the sum that goes on
@@ -64,6 +69,14 @@ class Site:
         """Training examples of each class, for the site's own eyes."""
         counts = torch.bincount(self.train.labels, minlength=len(self.options.data.classes)).tolist()
         return dict(zip(self.options.data.classes, counts, strict=True))
+
+    def _test_told(self) -> Examples:
+        """The test examples that the site's evaluation tells of. The rows of a class tell nearly how many examples of
+        it there are, so that outside of a secure sum a class below the floor is left out."""
+        if self.options.secure_aggregation or self.options.min_count == 1:
+            return self.test
+        held = torch.bincount(self.train.labels, minlength=len(self.options.data.classes))
+        return self.test.take((held >= self.options.min_count)[self.test.labels].nonzero().flatten().numpy())
 
     def answer(self, header: Header, parts: Parts) -> tuple[Header, dict[str, bytes]]:
         """The answer to a question; an error is one too, in one line."""
@@ -80,10 +93,8 @@ class Site:
                     raise ConfigError("this site answers in secure sums alone (secure_aggregation in its site.toml)")
                 more, trees = self._question(kind)(header, parts)
             return back | more, {name: tree.to_bytes(value) for name, value in trees.items()}
-        except (RedgrapeError, NotUnderstood) as error:
-            return back | {"error": " ".join(str(error).split())}, {}
         except Exception as error:  # a site that fails must say so, and be there for the next question
-            return back | {"error": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"}, {}
+            return back | {"error": _for_the_server(error)}, {}
 
     def _question(self, kind: str) -> Callable[[Header, Parts], tuple[Header, dict[str, Tree]]]:
         questions: dict[str, Callable[[Header, Parts], tuple[Header, dict[str, Tree]]]] = {
@@ -134,8 +145,13 @@ class Site:
     def _evaluate(self, header: Header, parts: Parts) -> tuple[Header, dict[str, Tree]]:
         if not self.options.evaluates:
             raise ConfigError("models are evaluated at the server, and this site holds no test set")
+        if not len(self._judged):
+            raise ConfigError(
+                f"this site tests no class of which it trains with {self.options.min_count} examples or more, and "
+                "evaluates no other (min_count in its site.toml)"
+            )
         model = tree.flatten(_tree(parts, "model"))
-        scores = self._half(header).score(model, "test", evaluate.batch_starts(self.test))
+        scores = self._half(header).score(model, "test", evaluate.batch_starts(self._judged))
         confusion = torch.stack([counts for counts, _ in scores]).sum(dim=0)
         loss = torch.tensor(sum(loss for _, loss in scores), dtype=torch.float64)
         return {}, {"scores": {"confusion": confusion, "loss": loss}}
@@ -178,19 +194,25 @@ class Site:
 
     def _client_half(self, experiment: Experiment) -> ClientHalf:
         method, options = experiment.method.create(), self.options
-        promised = getattr(method, "min_count", None)
-        if promised is not None and promised < options.min_count:
-            raise ConfigError(
-                f"the server's experiment has min_count={promised}, and this site reports no class of which it holds "
-                f"fewer than {options.min_count} examples (min_count in its site.toml)"
-            )
+        if reason := floors.why_refused(method, options):
+            raise ConfigError(f"this site does not take part in the server's experiment: {reason}")
         augment = augmentation(experiment.data, 1 + len(options.data.shape))
         train = replace(self.train, augment=augment)
         federation = PartialFederation(
-            options.data, options.sites, own=(self.index, train), test=self.test if options.evaluates else None
+            options.data, options.sites, own=(self.index, train), test=self._judged if options.evaluates else None
         )
         build = partial(nets.build, experiment.net.name, options.data.shape, federation.num_classes, experiment.seed)
         return ClientHalf(method, federation, build, experiment.seed, experiment.rounds, _CPU)
+
+
+def _for_the_server(error: Exception) -> str:
+    """What the server is told of a failure. What is wrong with its question it is told in words; of other failures,
+    whose words may name paths or what is in files, only the kind: the rest is for the site's log."""
+    words = " ".join(str(error).split())
+    if isinstance(error, ConfigError | NotUnderstood) or (isinstance(error, RedgrapeError) and os.sep not in words):
+        return words
+    print("".join(traceback.format_exception(error)), file=sys.stderr, flush=True)
+    return f"{type(error).__name__} at this site, whose log tells more"
 
 
 def _parse(text: str) -> Experiment:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from redgrape import durable
 from redgrape.data import own
 from redgrape.data.examples import Examples
 from redgrape.data.sources import Source
@@ -21,7 +22,11 @@ def load(path: Path, cache: Path, agreement: DataAgreement, *, hold_out: bool) -
     if not path.exists():
         raise DataError(f"there is no '{path}'; name a folder with a sub-folder a class, or an .npz with x and y")
     size = agreement.image_size if path.is_dir() else None
-    source = own.load(path, cache, seed=_SEED, image_size=size, hold_out=hold_out)
+    if path.is_dir():
+        with durable.storage_errors("write", cache):
+            cache.mkdir(mode=0o700, parents=True, exist_ok=True)  # decoded images are as private as the data
+            cache.chmod(0o700)
+    source = own.load(path, cache, seed=_SEED, image_size=size, hold_out=hold_out, fewest_classes=1)
     return _agreed(source.train, source, agreement, path), _agreed(source.test, source, agreement, path)
 
 

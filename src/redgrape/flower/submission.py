@@ -13,6 +13,7 @@ from typing import Any
 from redgrape import methods
 from redgrape.errors import BusyError, ConfigError, DataError, Diverged, RedgrapeError, StorageError, TooFewClients
 from redgrape.experiment import Experiment
+from redgrape.flower import floors
 from redgrape.flower.folder import FEWEST_IN_SUM, Deployment, DeployOptions
 from redgrape.flower.link import Link
 from redgrape.store import RunFolder
@@ -40,6 +41,27 @@ def check(experiment: Experiment, options: DeployOptions) -> None:
         )
     if options.secure_aggregation:
         _check_sums(experiment)
+    method, sites = experiment.method.create(), len(options.sites)
+    if reason := floors.why_refused(method, options):
+        raise ConfigError(reason)
+    asked = experiment.clients_per_round or sites
+    if not experiment.min_answers <= asked <= sites:
+        raise ConfigError(
+            f"there are {sites} sites, of which {asked} are asked in a round and {experiment.min_answers} must answer; "
+            "lower clients_per_round or min_answers"
+        )
+    method.check_clients(asked)
+
+
+def lone_answers(experiment: Experiment, options: DeployOptions) -> str | None:
+    """What to warn of where a round may be made of one site's answer. In a secure sum it cannot."""
+    fewest = max(experiment.min_answers, experiment.method.create().fewest_answers())
+    if options.secure_aggregation or fewest > 1:
+        return None
+    return (
+        "min_answers is 1: where a single site answers in a round, all sites receive its change of the model as it is; "
+        "set min_answers=2 or more"
+    )
 
 
 def _check_sums(experiment: Experiment) -> None:

@@ -50,6 +50,9 @@ class BalancedSoftmax(FedAvg):
     def why_not_summed(self) -> str | None:
         return class_prior.why_not_summed(self.prior) or super().why_not_summed()
 
+    def why_class_counts(self) -> str | None:
+        return class_prior.why_class_counts(self.prior)
+
     def privacy(self) -> str:
         return class_prior.privacy(self.prior)
 

@@ -127,6 +127,7 @@ class RedGrape(ClassReports, FedAvg):
     noised: ClassVar[bool] = True
     summable: ClassVar[bool] = True
     class_group: ClassVar[str] = "prototypes"
+    less_solvable: ClassVar[str] = "choose preset=private or prototype_rank=1, "
     fidelity: ClassVar[str] = (
         "from the paper, with the preset `released` after the authors' code; docs/paper.md lists every choice"
     )
@@ -148,8 +149,7 @@ class RedGrape(ClassReports, FedAvg):
 
     @model_validator(mode="after")
     def _requests_keep_small_classes_back(self) -> Self:
-        asks = self.prototype_message == "sum" and self.use_real_data and math.isfinite(self.threshold)
-        if asks and self.threshold < self.min_count:
+        if self._names_real_classes and self.threshold < self.min_count:
             raise ValueError(
                 f"prototype_message is sum, by which a client tells its classes from threshold={self.threshold:g} "
                 f"examples on, below min_count={self.min_count}; raise threshold, or let prototype_message be table"
@@ -245,6 +245,18 @@ class RedGrape(ClassReports, FedAvg):
         """The mask of L_bal: the classes of which the client holds at least T examples."""
         counts = torch.bincount(site.data.labels, minlength=site.num_classes)
         return counts >= self.threshold if self.use_real_data else torch.zeros_like(counts, dtype=torch.bool)
+
+    @property
+    def _names_real_classes(self) -> bool:
+        """Whether a client's request tells of which classes it holds T examples."""
+        return self.prototype_message == "sum" and self.use_real_data and math.isfinite(self.threshold)
+
+    def told_beside_gradients(self) -> list[str]:
+        told = {
+            "the number of examples behind every class that is reported": self.prototype_weights == "count",
+            f"the classes with at least {self.threshold:g} examples, in every round": self._names_real_classes,
+        }
+        return [words for words, is_told in told.items() if is_told]
 
     @property
     def reports_classes(self) -> bool:
@@ -375,7 +387,7 @@ class RedGrape(ClassReports, FedAvg):
 
     def privacy(self) -> str:
         told = [self._told_by_prototypes()] if self.use_prototypes else []
-        if self.prototype_message == "sum" and self.use_real_data and math.isfinite(self.threshold):
+        if self._names_real_classes:
             told += [
                 "When a RedGrape client is asked to train, it tells the server of which classes it has at least "
                 f"{self.threshold:g} examples."

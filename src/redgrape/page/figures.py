@@ -330,7 +330,8 @@ def _facts(readings: Sequence[Reading]) -> list[list[str]]:
             f"{sum(counts)} of {len(counts)} classes, {max(counts)} in the largest, {min(counts)} in the smallest"
         )
     elif environment:
-        facts["Training examples"] = f"known to the sites alone: {', '.join(map(str, environment.get('sites', [])))}"
+        sites = ", ".join(map(str, environment.get("sites", [])))
+        facts["Training examples"] = f"of each class known to the sites alone: {sites}"
         facts["Evaluated at"] = f"the {environment.get('evaluated', 'server')}"
     methods = [reading.view.experiment["method"] for reading in readings]
     for key, words in {"epochs": "Local epochs", "batch_size": "Batch size", "lr": "Learning rate"}.items():

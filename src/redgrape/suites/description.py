@@ -40,6 +40,9 @@ class Rule(BaseModel):
 
     when: dict[str, Label] = Field(default_factory=dict)
     set: dict[str, Any] = Field(default_factory=dict)
+    departure: str = Field(
+        "", description="how this differs from the paper, or what it takes where the paper is silent"
+    )
 
     def fits(self, labels: Mapping[str, Label]) -> bool:
         return all(axis in labels and labels[axis] in _alternatives(wanted) for axis, wanted in self.when.items())
@@ -186,6 +189,11 @@ class Suite:
         ours = len(self.seeds.get(scale, [0]) if seeds is None else seeds)
         theirs = len(self.seeds.get("paper", [0]))
         return lines if ours == theirs else [*lines, f"seeds: {ours} instead of {theirs}"]
+
+    def departures(self, scale: str, only: Sequence[str] = ()) -> list[str]:
+        """What the rules of these cells say about how they differ from the paper, at every scale."""
+        cells = [{**cell.labels, "scale": scale} for cell in self.cells(scale, [0], only)]
+        return [rule.departure for rule in self.rules if rule.departure and any(map(rule.fits, cells))]
 
     def _among(self, some: Sequence[Mapping[str, Label]], every: Sequence[Mapping[str, Label]]) -> str:
         """Which cells these are, told by as few axes as it takes."""

@@ -60,6 +60,7 @@ class Table:
     standings: Sequence[Standing]
     entries: Sequence[Entry]
     cuts: Sequence[str]
+    departures: Sequence[str]
     notes: Sequence[str]
     command: str
 
@@ -83,6 +84,7 @@ def build(
     *,
     scale: str | None = None,
     cuts: Sequence[str] = (),
+    departures: Sequence[str] = (),
     on: str = "test",
     command: str = "",
     notes: Sequence[str] = (),
@@ -111,7 +113,8 @@ def build(
                     comparisons={reference: paired(ours, theirs) for reference, theirs in others.items()},
                 )
             )
-    return Table(suite, scale, on, standings, entries, cuts, [*notes, *_notes(standings, on)], command)
+    told = [*notes, *_notes(standings, on)]
+    return Table(suite, scale, on, standings, entries, cuts, departures, told, command)
 
 
 def _by_seed(group: Sequence[Standing], measure: str, on: str) -> dict[int, float]:
@@ -305,14 +308,15 @@ def caption(table: Table) -> list[str]:
             )
         elif any(pair.seeds for pair in pairs):
             most = max(pair.seeds for pair in pairs)
-            few = f"too few seeds ({most}), {FEWEST_SEEDS} are needed"
-            lines.append(f"compared with {_called(reference)} by seed: {few}")
+            lines.append(f"compared with {reference} by seed: too few seeds ({most}), {FEWEST_SEEDS} are needed")
     if table.suite.claim and table.scale is not None:
         lines.append(f"the paper says: {table.suite.claim}")
     if table.cuts:
         lines.append(f"scale {table.scale}, cut against scale paper: {' · '.join(table.cuts)}")
     elif table.scale is not None:
         lines.append(f"scale {table.scale}")
+    if table.departures:
+        lines.append(f"where the paper has otherwise, or is silent, at every scale: {' · '.join(table.departures)}")
     return [*lines, *[f"note: {note}" for note in table.notes]]
 
 
@@ -446,6 +450,7 @@ def as_values(table: Table) -> dict[str, Any]:
         "on": table.on,
         "command": table.command,
         "cuts": list(table.cuts),
+        "departures": list(table.departures),
         "notes": list(table.notes),
         "rows": list(table.suite.rows),
         "columns": list(table.suite.columns),
