@@ -687,6 +687,32 @@ needs_proc = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="lo
 
 
 @needs_proc
+@pytest.mark.parametrize(
+    "words", [["compare", "fedavg"], ["reproduce", "table3", "--seeds", "0"], ["sweep", "method.lr=0.1"]]
+)
+def test_what_was_interrupted_among_several_runs_goes_on_by_the_same_command(
+    command: Command, words: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from redgrape.commands import suites, training
+
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    for module in (training, suites):
+        monkeypatch.setattr(module, "described" if words[0] != "reproduce" else "cores", interrupted)
+    outcome = command(*words)
+    assert outcome.code == 130
+    assert outcome.err.startswith("redgrape: interrupted; the same command goes on from the last finished round")
+
+
+def test_compare_takes_one_seed_or_several(command: Command, toml: Path, tmp_path: Path) -> None:
+    plan = command("compare", "fedavg", "--experiment", toml, "--seed", 7, "--dry-run")
+    assert "fedavg-seed7" in plan.out
+    both = command("compare", "fedavg", "--experiment", toml, "--seed", 7, "--seeds", "0,1", "--dry-run")
+    assert both.code == 2
+    assert "not allowed with argument" in both.err
+
+
 def test_control_c_with_workers(command: Command, six_rounds: tuple[Path, Path], tmp_path: Path) -> None:
     """While it runs, another process is refused at once and told who holds the run. Control-C, which a terminal sends
     to every process of the group, ends it with 130 and one line; no process stays; it goes on to the same bits."""

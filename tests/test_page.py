@@ -245,6 +245,34 @@ def test_methods_of_one_name_are_told_apart_and_settings_too(runs: Path, tiny: V
     assert second["title"].endswith("rounds=4")
 
 
+def test_a_run_of_before_an_option_existed_is_of_the_same_setting(copied: Path, tmp_path: Path) -> None:
+    """It had what is the default now; how often a run saves makes no setting either."""
+    toml = copied / "fedavg-seed0" / "experiment.toml"
+    before = toml.read_text()
+    assert "min_answers = 1\n" in before
+    toml.write_text(
+        re.sub("checkpoint_every = .*\n", "checkpoint_every = 7\n", before.replace("min_answers = 1\n", ""))
+    )
+    assert len(data_of(written(copied, out=tmp_path / "page.html"))["settings"]) == 1
+    toml.write_text(before.replace("min_answers = 1\n", "min_answers = 2\n"))
+    assert len(data_of(written(copied, out=tmp_path / "page.html"))["settings"]) == 2
+
+
+def aged(run: Path) -> Path:
+    """Prototypes of this run get older, and one class never has any."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    for i, line in enumerate(lines):
+        line |= {"prototype_seen": [True, True, True, False], "prototype_age": [0, 0, i, 0]}
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return run
+
+
+def test_ages_are_those_of_prototypes_that_there_are(copied: Path, tmp_path: Path) -> None:
+    run = aged(copied / "redgrape-seed0")
+    ages = data_of(written(run, out=tmp_path / "page.html"))["rounds"][str(run)]["age"]
+    assert ages == [[0, 0, i, None] for i in range(ROUNDS)]
+
+
 def test_page_asks_nobody_for_anything(runs: Path, tmp_path: Path) -> None:
     page = written(runs, out=tmp_path / "page.html")
     assert set(re.findall(r"https?:[^\s\"']*", page)) == {"http://www.w3.org/2000/svg"}  # a name, not an address
@@ -780,6 +808,7 @@ CHARTS = [
     "Training examples of each class",
     "Training examples of each client and class",
     "Classes served by real data and by prototypes, per client",
+    "Age of each class's prototype over the rounds",
     "Seconds a round per method",
     "Megabytes a client and round per method",
 ]
@@ -789,9 +818,12 @@ DRAWN = "[...document.querySelectorAll('svg[role=img]')].map((svg) => svg.getAtt
 @pytest.mark.slow
 @pytest.mark.parametrize("dark", [False, True])
 @pytest.mark.parametrize("width", [1100, 390, 360])
-def test_browser_draws_every_chart(browser: Browser, runs: Path, tmp_path: Path, width: int, dark: bool) -> None:
+def test_browser_draws_every_chart(
+    browser: Browser, runs: Path, copied: Path, tmp_path: Path, width: int, dark: bool
+) -> None:
     hostile = hostile_copy(runs, tmp_path / "hostile")
-    written(runs, hostile, out=tmp_path / "page.html")
+    aged(copied / "redgrape-seed0")
+    written(copied, hostile, out=tmp_path / "page.html")
     browser.open((tmp_path / "page.html").as_uri(), width, dark)
     drawn = browser.value(DRAWN)
     assert [chart for chart in CHARTS if chart not in drawn] == []
@@ -802,6 +834,28 @@ def test_browser_draws_every_chart(browser: Browser, runs: Path, tmp_path: Path,
     assert browser.value("document.querySelectorAll('img, script[src], [onerror], [onmouseover]').length") == 0
     assert browser.value("document.scripts.length") == 2
     assert "<img" in browser.value("document.querySelector('main').textContent")  # shown as the text that it is
+    assert browser.value("document.documentElement.scrollWidth") <= width
+    assert browser.complaints == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("width", [1100, 390])
+def test_browser_shows_the_table_of_a_suite(
+    browser: Browser, tmp_path: Path, width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    grid = ["method.lr=0.01,0.1", "--data", "digits", "--net", "linear", "--rounds", "2", "-c", "data.head_cap=20"]
+    assert cli.run(["sweep", *grid, "--seeds", "0,1,2", "--workers", "1", "--quiet"]) == 0
+    written(Path("runs/sweep"), out=tmp_path / "page.html")
+    (suite,) = data_of((tmp_path / "page.html").read_text(encoding="utf-8"))["suites"]
+    browser.open((tmp_path / "page.html").as_uri(), width)
+    assert browser.value("document.querySelector('h1').textContent") == suite["title"] == "Sweep over method.lr"
+    cells = "[...document.querySelectorAll('.suite table')].map((t) => [...t.tBodies[0].rows].map((row) => "
+    shown = browser.value(f"{cells}[...row.cells].map((c) => [c.textContent, c.classList.contains('best')])))")
+    assert shown == [block["rows"] for block in suite["blocks"]]
+    lines = browser.value("[...document.querySelectorAll('.caption li')].map((line) => line.textContent)")
+    assert lines == suite["caption"]
+    assert suite["command"] in browser.value("[...document.querySelectorAll('pre')].map((p) => p.textContent)")
     assert browser.value("document.documentElement.scrollWidth") <= width
     assert browser.complaints == []
 

@@ -7,11 +7,16 @@ import io
 import json
 import os
 import re
+import shlex
+import shutil
+import signal
 import subprocess
 import sys
+import time
 import tomllib
 import types
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,13 +25,14 @@ import pytest
 
 import redgrape
 from redgrape import cli
+from redgrape.commands import suites
 from redgrape.data.longtail import exponential
 from redgrape.data.partition import partition
 from redgrape.errors import ConfigError
 from redgrape.experiment import Experiment
 from redgrape.report import RunView
 from redgrape.store import RunFolder
-from redgrape.suites import cost, description, grid, ledger, search, statistics, tables
+from redgrape.suites import cost, curves, description, grid, ledger, search, side_by_side, statistics, tables
 from redgrape.suites.description import SCALES, Cell, Suite
 from redgrape.suites.ledger import Standing
 
@@ -502,6 +508,230 @@ def test_a_cell_that_fails_does_not_stop_the_others(small: Path, command: Comman
     assert states[0] not in ("done", "to run")
 
 
+OTHER_RATES = RATES.replace('"Rates"', '"Other rates"')
+
+
+def test_a_cell_that_another_suite_has_come_to_is_not_run_again(
+    small: Path, command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While the first cell runs, another suite begins, passes over that cell and does the second."""
+    (small / "other.toml").write_text(OTHER_RATES)
+    carry_out, others = suites.carry_out, []
+
+    def meanwhile(folder: RunFolder, options: Any, label: str) -> bool:
+        if not others:
+            others.append("reproduce other")
+            with folder.locked():
+                good(command("reproduce", "other"))
+        return carry_out(folder, options, label)
+
+    monkeypatch.setattr(suites, "carry_out", meanwhile)
+    good(command("reproduce", "rates"))
+    runs = sorted(path.parent.parent.name for path in (tmp_path / "runs").rglob("experiment.toml"))
+    assert runs == ["other-quick", "rates-quick"]
+    assert [cell["state"] for cell in table_of(tmp_path / "runs" / "rates-quick")["cells"]] == ["done", "done"]
+    states = [cell["state"] for cell in table_of(tmp_path / "runs" / "other-quick")["cells"]]
+    assert states == ["in use by another process", "done"]
+
+
+def test_suites_started_at_once_run_each_cell_once(small: Path, tmp_path: Path) -> None:
+    (small / "other.toml").write_text(OTHER_RATES)
+    environment = {**os.environ, "PYTHONPATH": str(Path(redgrape.__file__).parents[1])}
+    arguments = ["--workers", "1", "--quiet"]
+    lines = [[sys.executable, "-c", KILLED, str(small), "reproduce", n, *arguments] for n in ("rates", "other")]
+    processes = [subprocess.Popen(line, cwd=tmp_path, env=environment, stdout=subprocess.DEVNULL) for line in lines]
+    assert [process.wait() for process in processes] == [0, 0]
+    runs = [path.parent for path in (tmp_path / "runs").rglob("experiment.toml")]
+    assert len(runs) == 2
+    assert all((run / "summary.json").exists() for run in runs)
+
+
+@pytest.mark.parametrize(
+    ("workers", "asked", "expected"),
+    [
+        (2, None, (1, 2)),
+        (7, None, (1, 7)),
+        (8, None, (2, 4)),
+        (100, None, (4, 25)),  # there are no more cells
+        (2, 2, (2, 1)),
+        (1, 3, (3, 1)),
+        (8, 1, (1, 8)),
+    ],
+)
+def test_cells_run_side_by_side_where_there_are_workers_for_all_clients(
+    workers: int, asked: int | None, expected: tuple[int, int]
+) -> None:
+    values = {"data.clients": 9, "clients_per_round": 4}
+    grid_of_four = grid.suite("g", {}, [f"{key}={value}" for key, value in values.items()], [0, 1, 2, 3])
+    cells = [Standing(cell) for cell in grid_of_four.cells("sweep")]
+    unable = Standing(replace(cells[0].cell, experiment=Experiment()), obstacle="data missing: mnist")
+    assert side_by_side.shares([*cells, unable], workers, asked) == expected
+    assert side_by_side.shares([unable], workers, asked) == (1, workers)
+
+
+def test_processes_share_a_grid(command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of it is done by them: nothing is left to the one that started them."""
+    monkeypatch.setattr(suites, "carry_out", pytest.fail)
+    monkeypatch.setenv("PYTHONPATH", str(Path(redgrape.__file__).parents[1]))
+    good(command(*SWEEP, "--method", "fedavg", "method.lr=0.01,0.03,0.1", "--side-by-side", "2"))
+    assert [cell["state"] for cell in table_of(tmp_path / "runs" / "sweep")["cells"]] == ["done"] * 3
+    assert len(list((tmp_path / "runs").rglob("experiment.toml"))) == 3
+
+
+def test_control_c_ends_all_that_run_side_by_side(tmp_path: Path) -> None:
+    """A terminal sends it to every process of the group: one line, no traceback, and nobody holds a run any more."""
+    arguments = [*SWEEP, "--rounds", "99999", "--method", "fedavg", "method.lr=0.01,0.1", "--side-by-side", "2"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "redgrape", *arguments, "--workers", "2", "--quiet"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(Path(redgrape.__file__).parents[1])},
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+        text=True,
+    )
+    while len(list(tmp_path.rglob("metrics.jsonl"))) < 2:
+        assert process.poll() is None
+        time.sleep(0.1)
+    os.killpg(process.pid, signal.SIGINT)
+    _, err = process.communicate()
+    assert (process.returncode, err.count("\n")) == (130, 1), err
+    assert err.startswith("redgrape: interrupted; the same command goes on")
+    for path in tmp_path.rglob("metrics.jsonl"):
+        with RunFolder.open(path.parent).locked():
+            pass
+
+
+def test_a_cell_is_recorded_once(small: Path, command: Command, tmp_path: Path) -> None:
+    """Called again, by another suite, and where the record lies in another folder."""
+    (small / "other.toml").write_text(OTHER_RATES)
+    assert good(command("reproduce", "rates", "--record")).err.count("recorded: ") == 2
+    (tmp_path / "results" / "rates-quick").rename(tmp_path / "results" / "elsewhere")
+    for name in ("rates", "other"):
+        assert "recorded: " not in good(command("reproduce", name, "--record")).err
+    assert [path.name for path in (tmp_path / "results").iterdir()] == ["elsewhere"]
+
+
+@pytest.mark.parametrize("file", ["metrics.jsonl", "summary.json", "experiment.toml"])
+def test_a_damaged_run_stops_no_other_cell(small: Path, command: Command, tmp_path: Path, file: str) -> None:
+    """It is told, and the tables are written; where the cell has a record, that counts."""
+    first, second = description.load("rates").cells("quick")
+    good(command("reproduce", "rates", "--only", "lr=0.01", "--record"))
+    home = tmp_path / "runs" / "rates-quick"
+    run = home / first.folder
+    (run / file).write_bytes((run / file).read_bytes().replace(b"a", b"\xff", 1))
+    outcome = command("reproduce", "rates", "--results", "nowhere")
+    assert outcome.code == 74
+    assert outcome.err.startswith(f"redgrape: {first.name}: ")
+    assert "damaged" in outcome.err
+    damaged, done = (cell["state"] for cell in table_of(home)["cells"])
+    assert "damaged" in damaged
+    assert done == "done"
+    assert (home / second.folder / "summary.json").exists()
+    good(command("reproduce", "rates"))
+    assert [cell["state"] for cell in table_of(home)["cells"]] == ["recorded", "done"]
+
+
+# The page of a suite
+
+
+def reported(*arguments: object) -> dict[str, Any]:
+    """The data of the page of these."""
+    assert cli.run(["report", *map(str, arguments), "--out", "page.html"]) == 0
+    (block,) = re.findall(r'id="data">(.*?)</script>', Path("page.html").read_text(), flags=re.DOTALL)
+    data: dict[str, Any] = json.loads(block)
+    return data
+
+
+def test_the_page_of_a_suite_holds_its_table_and_its_command(small: Path, command: Command, tmp_path: Path) -> None:
+    good(command("reproduce", "small", "--seeds", "0,1,2"))
+    data = reported("runs/small-quick")
+    (suite,) = data["suites"]
+    assert suite["title"] == "Small (scale quick)"
+    assert suite["command"] == "redgrape reproduce small --scale quick --seeds 0,1,2"
+    results, compared = suite["blocks"]
+    assert results["header"] == ["method", "Digits", "paper", "difference"]
+    entry = table_of(tmp_path / "runs" / "small-quick")["entries"][0]
+    words = [f"{100 * entry['mean']:.2f} ± {100 * entry['std']:.2f}", "50.00", f"{entry['difference']:+.2f}"]
+    assert [place[0] for place in results["rows"][0]] == ["FedAvg", *words]
+    assert sum(place[1] for row in results["rows"] for place in row) == 1
+    assert compared["title"] == "minus FedAvg, by seed, in points"
+    assert "note: too short to compare methods: 2 rounds" in suite["caption"]
+    assert any("rounds: 2 instead of 4" in line for line in suite["caption"])
+    assert suite["not_run"][0] == ["MNIST, FedAvg, seed 0", "data missing: mnist"]
+    assert [(m["label"], len(m["runs"])) for m in data["settings"][0]["methods"]] == [("fedavg", 3), ("redgrape", 3)]
+
+
+def test_a_suite_whose_runs_lie_elsewhere_has_a_page(
+    small: Path, command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its runs are of another suite and a record; it is named by folder, by name, and from another place."""
+    good(command("reproduce", "small", "--only", "digits", "fedavg", "--record", "--out", "gone"))
+    good(command("reproduce", "small", "--only", "digits", "redgrape"))
+    good(command("reproduce", "same", "--only", "digits"))
+    names = {"results/small-quick", "runs/small-quick"}
+    for place in ("runs/same-quick", "same"):
+        data = reported(place)
+        assert {str(Path(run).parent) for run in data["runs"]} == names
+        assert data["suites"][0]["command"] == "redgrape reproduce same --scale quick --only digits"
+    (tmp_path / "away").mkdir()
+    monkeypatch.chdir(tmp_path / "away")
+    assert len(reported(tmp_path / "runs" / "same-quick")["runs"]) == 2
+
+
+def test_a_page_names_the_runs_that_are_gone(
+    small: Path, command: Command, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    good(command("reproduce", "rates"))
+    first, second = (cell["run"] for cell in table_of(tmp_path / "runs" / "rates-quick")["cells"])
+    shutil.rmtree(tmp_path / first)
+    data = reported("runs/rates-quick")
+    assert list(data["runs"]) == [second]
+    assert [run["name"] for run in data["damaged"]] == [first]
+    assert f"note: '{first}' is left out" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", "cannot be read as the table of a suite"),
+        ("[]", "cannot be read as the table of a suite"),
+        ('{"cells": [{"run": 1}]}', "cannot be read as the table of a suite"),
+        ('{"cells": [], "scale": null, "title": "", "blocks": [], "caption": [], "command": ""}', "no cell of"),
+        (None, "there is no folder 'some'"),
+    ],
+)
+def test_what_is_no_suite_is_one_line(
+    content: str | None, message: str, command: Command, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if content is not None:
+        Path("some").mkdir()
+        Path("some/table.json").write_text(content)
+    assert cli.run(["report", "some"]) == 74
+    err = capsys.readouterr().err
+    assert message in err
+    assert err.count("\n") == 1
+
+
+def test_a_suite_that_has_not_been_reproduced_says_how(
+    small: Path, command: Command, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.run(["report", "small"]) == 74
+    assert "`redgrape reproduce small` does" in capsys.readouterr().err
+
+
+def test_a_strangers_table_adds_nothing_to_the_page(small: Path, command: Command, tmp_path: Path) -> None:
+    good(command("reproduce", "rates"))
+    path = tmp_path / "runs" / "rates-quick" / "table.json"
+    hostile = "</script><script>alert(1)</script>\x1b[31m\u202e"
+    values = json.loads(path.read_text())
+    values |= {"title": hostile, "command": hostile, "caption": [hostile]}
+    values["blocks"][0]["rows"][0][0]["text"] = hostile
+    path.write_text(json.dumps(values))
+    (suite,) = reported("runs/rates-quick")["suites"]
+    assert suite["command"] == "</script><script>alert(1)</script>\ufffd[31m\ufffd"
+    assert Path("page.html").read_text().count("<script") == 2
+
+
 # Sweeps
 
 
@@ -520,8 +750,26 @@ def test_sweep_runs_a_grid(command: Command, tmp_path: Path) -> None:
     ]
     assert all(len(entry["seeds"]) == 2 for entry in table["entries"])
     assert "mean of the last 2 rounds, ± standard deviation over seeds" in outcome.out
-    repeated = good(command(*table["command"].replace("'", "").split()[1:], "--plan"))
+    repeated = good(command(*shlex.split(table["command"])[1:], "--plan"))
     assert "8 cells: 8 done\nnothing to run" in repeated.out
+
+
+def test_sweep_compares_with_the_first_row_or_another(command: Command, tmp_path: Path) -> None:
+    arguments = [*SWEEP, "--method", "fedavg", "method.lr=0.01,0.1", "--seeds", "0,1,2"]
+    outcome = good(command(*arguments))
+    assert "minus row 0.01, by seed, in points" in outcome.out
+    assert "note: choosing method.lr by test accuracy is tuning on the test set" in outcome.out
+    assert {*table_of(tmp_path / "runs" / "sweep")["entries"][-1]["against"]} == {"0.01"}
+    good(command(*arguments, "--reference", "0.1"))
+    table = table_of(tmp_path / "runs" / "sweep")
+    assert {*table["entries"][0]["against"]} == {"0.1"}
+    assert "--reference 0.1" in table["command"]
+    wrong = command(*arguments, "--reference", "0.2")
+    assert (wrong.code, wrong.err) == (2, "redgrape: --reference '0.2' is none of the rows: 0.01; 0.1\n")
+
+
+def test_methods_and_data_are_compared_on_the_test_set_without_a_warning(command: Command) -> None:
+    assert "tuning" not in good(command(*SWEEP, "method.name=fedavg,fedprox", "method.lr=0.1", "data.ir=2,4")).out
 
 
 def test_a_grid_of_a_method_of_ones_own_sees_that_its_file_has_changed(
@@ -739,6 +987,26 @@ def test_nothing_is_bold_where_nothing_is_better() -> None:
     assert "**50.00**" in tables.markdown(written("n", {"A": [0.5], "B": [0.4]}))
 
 
+def test_the_note_on_learning_reads_the_set_of_the_table() -> None:
+    """On the validation set the accuracy rises by two points at the end, on the test set it stays."""
+    table = written("n", {"A": [0.5, 0.5, 0.5]}, rise=0.02)
+    for s in table.standings:
+        assert s.view is not None and s.view.summary is not None
+        s.view.summary["validation"] = s.view.summary["mean_of_last"]
+        for record in s.view.metrics:
+            record["validation"] = record["test"]
+            record["test"] = {"accuracy": 0.5}
+    assert tables.build(table.suite, table.standings).notes == []
+    (note,) = tables.build(table.suite, table.standings, on="validation").notes
+    assert note.startswith("still learning when it ended")
+
+
+def test_every_row_has_a_look_of_its_own() -> None:
+    for count in range(1, 25):
+        rows = [*map(str, range(count - 1)), "RedGrape"]
+        assert len(set(curves.looks(rows).values())) == count
+
+
 NASTY = {"=1+1": [0.5], r"50% & {a}_b \x ~^": [0.4], "a|b <i>": [0.3], "@x": [0.2]}
 
 
@@ -749,6 +1017,9 @@ def test_latex_is_escaped() -> None:
     for line in text.split("\n"):
         if not line.startswith(("%", "\\")) and line:
             assert len(re.findall(r"(?<!\\)&", line)) == 3
+    optional = tables.latex(written("options", {"A": [0.4], "[2pt] x": [0.5], "*": [0.3]}))
+    assert "\n{[}2pt] x & " in optional  # after the \\\\ of the line before
+    assert "\n{*} & " in optional
     with_std = tables.latex(written("std", {"A": [0.5, 0.6], "B": [0.1, 0.2]}))
     assert r"\textbf{55.00 $\pm$ 7.07}" in with_std
 
@@ -767,6 +1038,19 @@ def test_markdown_cells_stay_cells() -> None:
     for line in text.split("\n"):
         if line.startswith("|"):
             assert len(re.findall(r"(?<!\\)\|", line)) == 5
+
+
+@pytest.mark.parametrize(
+    ("label", "escaped"),
+    [
+        ("[x](http://e) _a_ ~~b~~", r"[x\](http://e) \_a\_ \~\~b\~\~"),
+        ("[x][y] [z]: u ![i](j)", r"[x\][y] [z\]: u ![i\](j)"),
+        ("__init__ &lt;b&gt; a & b", r"\_\_init\_\_ \&lt;b\&gt; a & b"),
+        ("data.head_cap [0, 1] +2.00 [-0.48, +4.48]", "data.head_cap [0, 1] +2.00 [-0.48, +4.48]"),
+    ],
+)
+def test_labels_are_text_in_markdown(label: str, escaped: str) -> None:
+    assert f"| {escaped} " in tables.markdown(written("n", {label: [0.5]}))
 
 
 # Time
@@ -792,6 +1076,21 @@ def test_estimates_follow_what_was_measured() -> None:
     assert estimate(other, same_net) == pytest.approx(3.0)
     assert estimate(other, same_net, same) == pytest.approx(2.0)
     assert cost.modelled(cell.experiment, workers=1) > 1.5 * model
+
+
+def test_estimates_know_how_many_workers_the_measured_runs_had(command: Command, tmp_path: Path) -> None:
+    """Rounds of 2 s with one worker, then of 1 s with four: the model's, corrected by what it foresees for each."""
+    good(command(*SWEEP, "-c", "method.name=fedavg", "method.lr=0.1"))
+    (times,) = (tmp_path / "runs").rglob("times.jsonl")
+    assert [json.loads(line)["workers"] for line in times.read_text().splitlines()] == [1, 1]
+    lines = [{"round": i + 1, "train": [2, 1][i], "evaluate": 0, "workers": [1, 4][i]} for i in range(2)]
+    times.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    experiment = Experiment.read(times.with_name("experiment.toml"))
+    one, four = (cost.modelled(experiment, workers) for workers in (1, 4))
+    assert one is not None and four is not None and one > four
+    for here in (1, 2, 4):
+        (measured,) = cost.measure(tmp_path / "runs", here)
+        assert measured.ratio == pytest.approx(3 / (one + four))
 
 
 def test_durations_are_as_fine_as_estimates() -> None:

@@ -41,6 +41,7 @@ _FLAGS: dict[str, tuple[str, Any, str]] = {
 }
 
 
+GOING_ON = ("compare", "deploy", "reproduce", "sweep")  # called again, they go on with what they have begun
 ENDED = {signal.SIGINT: 130, signal.SIGTERM: 143}  # the exit codes of a command that a signal has ended
 
 
@@ -56,14 +57,15 @@ def main(arguments: list[str] | None = None) -> NoReturn:
 
 def run(arguments: list[str]) -> int:
     """The exit code of a command."""
-    with _ending_at_signals():
+    with ending_at_signals():
         return _run(arguments)
 
 
 def _run(arguments: list[str]) -> int:
     debug = "--debug" in arguments
+    words = [word for word in arguments if word != "--debug"]
     try:
-        options = _parser().parse_args([a for a in arguments if a != "--debug"])
+        options = _parser().parse_args(words)
         options.command(options)
         sys.stdout.flush()
     except RedgrapeError as error:
@@ -73,7 +75,7 @@ def _run(arguments: list[str]) -> int:
         return error.exit_code
     except KeyboardInterrupt as error:
         what = "terminated" if isinstance(error, _Terminated) else "interrupted"
-        again = "the same command goes on" if arguments[:1] == ["deploy"] else "`redgrape resume RUN` goes on"
+        again = "the same command goes on" if words and words[0] in GOING_ON else "`redgrape resume RUN` goes on"
         print(f"redgrape: {what}; {again} from the last finished round", file=sys.stderr)
         return ENDED[signal.SIGTERM if what == "terminated" else signal.SIGINT]
     except BrokenPipeError:  # the reader, such as `head`, has gone
@@ -92,7 +94,7 @@ class _Terminated(KeyboardInterrupt):
 
 
 @contextmanager
-def _ending_at_signals() -> Iterator[None]:
+def ending_at_signals() -> Iterator[None]:
     """The first Ctrl-C or SIGTERM lets a command end in order, the second ends it at once: workers end with it."""
 
     def at_once(number: int, _: object) -> NoReturn:
@@ -160,7 +162,8 @@ def _parser() -> argparse.ArgumentParser:
         "methods", nargs="+", help="methods, each with hyper-parameters where wanted: redgrape:lam=0.2,norm=per_tensor"
     )
     command.add_argument("--experiment", type=Path, metavar="FILE", help="a TOML file that describes the rest")
-    command.add_argument("--seeds", type=_seeds, metavar="0,1,2", help="the seeds; without them the experiment's")
+    command.add_argument("--preset", dest="set:method.preset", metavar="NAME", help="the preset of all of them")
+    _add_seed_flags(command)
     _add_experiment_flags(command)
     command.add_argument("--out", type=Path, default=Path("runs/compare"), metavar="DIR", help="where the runs go")
     _add_on_flag(command)
@@ -185,7 +188,10 @@ def _parser() -> argparse.ArgumentParser:
     command = add("sweep", "suites", "run a grid of one's own, or search, and write its table")
     command.add_argument("grid", nargs="+", metavar="KEY=V1,V2", help="an axis; with --search also KEY=LOW..HIGH[:log]")
     command.add_argument("--experiment", type=Path, metavar="FILE", help="a TOML file that describes the rest")
-    command.add_argument("--seeds", type=_seeds, metavar="0,1,2", help="the seeds; without them the experiment's")
+    command.add_argument("--method", dest="set:method.name", metavar="NAME", help="which method")
+    command.add_argument("--preset", dest="set:method.preset", metavar="NAME", help="its preset")
+    _add_seed_flags(command)
+    command.add_argument("--reference", metavar="ROW", help="the row that others are compared with; else the first")
     command.add_argument("--search", type=_positive, metavar="N", help="let Optuna propose N settings, by validation")
     _add_experiment_flags(command)
     command.add_argument("--out", type=Path, default=Path("runs"), metavar="DIR", help="where runs are and go (runs)")
@@ -202,7 +208,13 @@ def _parser() -> argparse.ArgumentParser:
     command = add("privacy", "privacy", "tell what each party could learn in a run")
     command.add_argument("run", type=Path, help="the run folder")
     command = add("report", "page", "write one HTML page about runs, to open in a browser or to pass on")
-    command.add_argument("folders", nargs="+", type=Path, metavar="FOLDER", help="a run, or a folder with runs in it")
+    command.add_argument(
+        "folders",
+        nargs="+",
+        type=Path,
+        metavar="RUN_OR_SUITE",
+        help="a run, a folder with runs in it, or a suite: its folder, or its name for those below runs/",
+    )
     command.add_argument("--out", type=Path, default=Path("report.html"), metavar="FILE", help="the page (report.html)")
     command = add("serve", "page", "show the runs of a folder live, to a browser on this machine")
     command.add_argument("folder", nargs="?", type=Path, default=Path("runs"), help="below this folder (runs)")
@@ -330,6 +342,12 @@ def _add_experiment_flags(command: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_seed_flags(command: argparse.ArgumentParser) -> None:
+    group = command.add_mutually_exclusive_group()
+    group.add_argument("--seeds", type=_seeds, metavar="0,1,2", help="the seeds; without them the experiment's")
+    group.add_argument("--seed", dest="set:seed", type=int, metavar="N", help="a single seed")
+
+
 def _add_suite_flags(command: argparse.ArgumentParser) -> None:
     command.add_argument("--plan", action="store_true", help="print the cells, their state and the time they will take")
     command.add_argument(
@@ -338,6 +356,12 @@ def _add_suite_flags(command: argparse.ArgumentParser) -> None:
         default=Path("results"),
         metavar="DIR",
         help="where records of finished cells are (results)",
+    )
+    command.add_argument(
+        "--side-by-side",
+        type=_positive,
+        metavar="N",
+        help="cells at once, which share the workers; without it as many as there are workers for all clients of each",
     )
 
 

@@ -232,10 +232,12 @@ def draw_per_class(results: Sequence[Result], path: Path) -> None:
     plt.close(figure)
 
 
+COOLER = ("#4c78a8", "#f2a541", "#54a24b", "#9d755d", "#72b7b2", "#b279a2", "#5f6a72", "#d6a5c9")
+
+
 def colours(count: int) -> list[str]:
     """Grape red for the last, cooler colours for what it is compared with."""
-    others = ["#4c78a8", "#f2a541", "#54a24b", "#9d755d", "#72b7b2", "#b279a2", "#5f6a72", "#d6a5c9"]
-    return [*[others[i % len(others)] for i in range(count - 1)], "#8e1b3f"]
+    return [*[COOLER[i % len(COOLER)] for i in range(count - 1)], "#8e1b3f"]
 
 
 def pyplot() -> Any:

@@ -87,7 +87,7 @@ class Run:
                         )
                     account = partial(self._account, training)
                     for step in training.steps(state, model, states, self.folder.path, account):
-                        self.folder.append(step.record, step.seconds)
+                        self.folder.append(step.record, {**step.seconds, "workers": self.workers})
                         last = step.state.round == self.experiment.rounds
                         if last or step.state.round % self.experiment.checkpoint_every == 0:
                             self.folder.save(step.state, self.experiment)

@@ -4,7 +4,7 @@
     environment.json         on what: versions and machine
     partition.safetensors    which training rows each client holds
     metrics.jsonl            one line a round; equal in bits between equal runs
-    times.jsonl              wall-clock seconds a round, apart because they never are
+    times.jsonl              wall-clock seconds a round, and with how many workers; apart because they never are equal
     checkpoints/round-NNNNNN/{server,clients}.safetensors, description.toml, which is the experiment.toml of the time,
                              and manifest.json with their checksums; the last two are kept
     clients/NNNNNN.states    the clients' states, where they have any; clients.safetensors is the index to them
@@ -94,7 +94,7 @@ class RunFolder:
             file = (self.path / "lock").open("ab+", buffering=0)  # what a full disk does not take must not come again
         with file:
             with durable.storage_errors("lock", self.path):
-                if not _try_lock(file.fileno()):
+                if not try_lock(file.fileno()):
                     file.seek(0)
                     holder = file.read().decode(errors="replace").strip()
                     raise BusyError(f"'{self.path}' is in use by another process ({holder}); wait for it to end")
@@ -356,7 +356,8 @@ def _changes(checkpoint: Path) -> str:
     return f": {', '.join(found.values())}"
 
 
-def _try_lock(fd: int) -> bool:
+def try_lock(fd: int) -> bool:
+    """Whether this process has the lock of an open file now."""
     try:
         import fcntl
     except ImportError:  # Windows

@@ -5,11 +5,13 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
 from redgrape import durable
 from redgrape.errors import StorageError
+from redgrape.page import suite
 from redgrape.page.document import document
 from redgrape.page.figures import page_data, text
 from redgrape.page.reading import Reading
@@ -17,21 +19,32 @@ from redgrape.report import find_runs
 
 
 def report(options: argparse.Namespace) -> None:
-    """One self-contained HTML page of the runs at or below these folders."""
+    """One self-contained HTML page of these suites, and of the runs at or below these folders."""
     readings: dict[str, Reading] = {}
     damaged: list[tuple[str, str]] = []
-    for path in _runs_of(options.folders):
+    suites: list[suite.Suite] = []
+    paths: list[Path] = []
+    for folder in _folders(options.folders):
+        if suite.is_suite(folder):
+            suites.append(suite.read(folder))
+            damaged += [(run, "it is named in the table of a suite, and is not there") for run in suites[-1].gone]
+            paths += suites[-1].runs
+            if not suites[-1].runs:
+                raise StorageError(f"no cell of '{folder}' has been run, or none is where it was")
+        else:
+            paths += _runs_of(folder)
+    for path in dict.fromkeys(paths):
         try:
             readings[str(path)] = Reading.of(path)
         except StorageError as error:  # one damaged run must not hide the others
             damaged.append((str(path), str(error)))
-    data = page_data(readings, damaged)
+    data = page_data(readings, damaged, [each.shown for each in suites])
     if not data["runs"]:
         reasons = "; ".join(run["reason"] for run in data["damaged"])
         raise StorageError(f"there is no run that can be read: {reasons}")
     for run in data["damaged"]:
         print(f"note: '{text(run['name'])}' is left out: {run['reason']}", file=sys.stderr)
-    titles = ", ".join(setting["title"] for setting in data["settings"][:3])
+    titles = ", ".join(named["title"] for named in (data["suites"] or data["settings"])[:3])
     durable.replace_file(options.out, document(data, f"redgrape: {titles}").encode())
     if options.json:
         left_out = [run["name"] for run in data["damaged"]]
@@ -40,16 +53,29 @@ def report(options: argparse.Namespace) -> None:
         print(f"page of {len(data['runs'])} runs: {text(options.out)} (open it in a browser)")
 
 
-def _runs_of(folders: list[Path]) -> list[Path]:
-    found: list[Path] = []
-    for folder in folders:
-        if not folder.is_dir():
-            raise StorageError(f"there is no folder '{folder}'; `redgrape ls` lists runs")
-        runs = find_runs(folder)
-        if not runs:
-            raise StorageError(f"there is no run in or below '{folder}'; `redgrape ls` lists runs")
-        found += [run for run in runs if run not in found]
-    return found
+def _folders(named: list[Path]) -> Iterator[Path]:
+    """The folders; for the name of a suite, those in which it has been reproduced below runs/."""
+    for path in dict.fromkeys(named):
+        if path.is_dir():
+            yield path
+            continue
+        from redgrape.suites import description
+
+        if str(path) not in description.names():
+            raise StorageError(f"there is no folder '{path}'; `redgrape ls` lists runs, `redgrape reproduce` suites")
+        places = [Path("runs") / f"{path}-{scale}" for scale in description.SCALES]
+        if not any(map(suite.is_suite, places)):
+            raise StorageError(
+                f"'{path}' has not been reproduced below 'runs'; `redgrape reproduce {path}` does, or name its folder"
+            )
+        yield from filter(suite.is_suite, places)
+
+
+def _runs_of(folder: Path) -> list[Path]:
+    runs = find_runs(folder)
+    if not runs:
+        raise StorageError(f"there is no run in or below '{folder}'; `redgrape ls` lists runs")
+    return runs
 
 
 def serve(options: argparse.Namespace) -> None:

@@ -13,12 +13,12 @@ from pathlib import Path
 
 from redgrape import durable
 from redgrape.commands.training import carry_out, cores, described
-from redgrape.errors import BusyError, ConfigError, DataError, Diverged, RedgrapeError, TooFewClients
+from redgrape.errors import BusyError, ConfigError, DataError, Diverged, RedgrapeError, StorageError, TooFewClients
 from redgrape.experiment import Experiment
 from redgrape.report import RunView, mean_std
 from redgrape.store import RunFolder
-from redgrape.suites import cost, curves, description, grid, ledger, search, tables
-from redgrape.suites.description import Label, Suite, text
+from redgrape.suites import cost, curves, description, grid, ledger, search, side_by_side, tables
+from redgrape.suites.description import Cell, Label, Suite, text
 from redgrape.suites.ledger import Standing
 from redgrape.terminal import lines
 
@@ -39,11 +39,12 @@ def reproduce(options: argparse.Namespace) -> None:
     home = options.out / f"{suite.home}-{options.scale}"
     failures: list[RedgrapeError] = []
     if options.no_run:
-        standings = [replace(s, obstacle="") for s in standings]  # whether it could be run is not asked
+        # whether it could be run is not asked
+        standings = [s if s.is_damaged else replace(s, obstacle="") for s in standings]
     else:
         standings, failures = _run(standings, home, options)
     if options.record:
-        _record(standings, options.results / home.name)
+        _record(standings, options.results, home.name)
     words = ["redgrape", "reproduce", suite.name, "--scale", options.scale]
     words += ["--only", *options.only] if options.only else []
     words += ["--seeds", ",".join(map(str, options.seeds))] if options.seeds else []
@@ -69,7 +70,7 @@ def sweep(options: argparse.Namespace) -> None:
     if options.search is not None:
         _search(values, seeds, options)
         return
-    suite = grid.suite(options.name, values, options.grid, seeds)
+    suite = grid.suite(options.name, values, options.grid, seeds, options.reference)
     standings = ledger.standings(suite.cells("sweep"), options.out, options.results, options.data_root)
     if options.on == "validation":
         _require_validation(standings)
@@ -77,7 +78,8 @@ def sweep(options: argparse.Namespace) -> None:
         _print_plan(standings, options)
         return
     standings, failures = _run(standings, options.out / options.name, options)
-    table = tables.build(suite, standings, on=options.on, command=_sweep_command(options))
+    notes = grid.tuning(suite.axes) if options.on == "test" else []
+    table = tables.build(suite, standings, on=options.on, command=_sweep_command(options), notes=notes)
     _publish(table, options.out / options.name, options)
     _raise_first(failures)
 
@@ -87,6 +89,7 @@ def _sweep_command(options: argparse.Namespace) -> str:
     words += ["--experiment", str(options.experiment)] if options.experiment else []
     words += ["--seeds", ",".join(map(str, options.seeds))] if options.seeds else []
     words += ["--search", str(options.search)] if options.search else ["--on", options.on]
+    words += ["--reference", options.reference] if options.reference is not None else []
     flags = [
         f"{k.removeprefix('set:')}={text(v)}"
         for k, v in vars(options).items()
@@ -164,42 +167,72 @@ def _require_validation(standings: Sequence[Standing]) -> None:
 def _run(
     standings: Sequence[Standing], home: Path, options: argparse.Namespace
 ) -> tuple[list[Standing], list[RedgrapeError]]:
-    """Carry out what is not finished, a cell after the other; a cell that cannot be run does not stop the others."""
-    workers = options.workers or cores()
+    """Carry out what is not finished, several cells at once where that is faster."""
+    told = not options.quiet and not options.json
+    cells, workers = side_by_side.shares(standings, _workers(options), options.side_by_side)
+    if cells > 1:
+        if told:
+            print(f"{cells} cells side by side, with {workers} workers each", file=sys.stderr)
+        kept = {name: value for name, value in vars(options).items() if name != "command"}  # a function of no module
+        theirs = argparse.Namespace(**{**kept, "workers": workers, "quiet": True})
+        side_by_side.carry_out(_run_in_turn, (standings, home, theirs, told, cells), cells)
+    return _run_in_turn(standings, home, options, told)
+
+
+def _run_in_turn(
+    standings: Sequence[Standing], home: Path, options: argparse.Namespace, told: bool, at_once: int = 1
+) -> tuple[list[Standing], list[RedgrapeError]]:
+    """A cell after the other; one that cannot be run does not stop the others."""
     failures: list[RedgrapeError] = []
     after = list(standings)
     for i, standing in enumerate(standings):
+        name = standing.cell.name
         current = next((s for s in after[:i] if s.cell.identity == standing.cell.identity and s.finished), None)
         if current is not None:
             after[i] = replace(current, cell=standing.cell)
-        elif not standing.finished and not standing.obstacle:
-            if not options.quiet and not options.json:
-                _tell(i, after, options.out, workers)
+        elif not standing.finished and (not standing.obstacle or standing.is_damaged):
             try:
-                after[i] = replace(standing, view=_run_cell(standing, home, options))
+                after[i], folder = _begin(standing.cell, home, options)
+                if folder is not None:
+                    if told:
+                        _tell(i, after, options, at_once)
+                    carry_out(folder, options, label=name)
+                    after[i] = replace(after[i], view=RunView.read(folder.path))
+                elif after[i].is_damaged:
+                    failures.append(StorageError(f"{name}: {after[i].obstacle}"))
             except BusyError:
                 after[i] = replace(standing, obstacle=BUSY)
-            except (ConfigError, DataError, Diverged, TooFewClients) as error:
+                if told:
+                    print(f"passed over: {name}: {BUSY}", file=sys.stderr)
+            except (ConfigError, DataError, Diverged, StorageError, TooFewClients) as error:
                 after[i] = replace(standing, obstacle=str(error))
-                failures.append(type(error)(f"{standing.cell.name}: {error}"))
+                failures.append(type(error)(f"{name}: {error}"))
     busy = [s.cell for s in after if s.obstacle == BUSY]
     since = {s.cell.name: s for s in ledger.standings(busy, options.out, options.results) if s.finished}
     return [since.get(s.cell.name, s) for s in after], failures
 
 
-def _run_cell(standing: Standing, home: Path, options: argparse.Namespace) -> RunView:
-    """Begin the run, or go on with it wherever it lies."""
-    path = standing.view.path if standing.view is not None else home / standing.cell.folder
-    is_new = not (path / "experiment.toml").is_file()
-    folder = RunFolder.create(path, standing.cell.experiment) if is_new else RunFolder.open(path)
-    carry_out(folder, options, label=standing.cell.name)
-    return RunView.read(path)
+def _begin(cell: Cell, home: Path, options: argparse.Namespace) -> tuple[Standing, RunFolder | None]:
+    """How far the cell is by now, for another process may have come to it, and its run where it can be gone on with,
+    wherever it lies."""
+    with ledger.choosing(options.out):
+        (now,) = ledger.standings([cell], options.out, options.results, options.data_root)
+        if now.finished or now.obstacle:
+            return now, None
+        path = now.view.path if now.view is not None else home / cell.folder
+        is_new = not (path / "experiment.toml").is_file()
+        return now, RunFolder.create(path, cell.experiment) if is_new else RunFolder.open(path)
 
 
-def _tell(i: int, standings: Sequence[Standing], runs: Path, workers: int) -> None:
+def _workers(options: argparse.Namespace) -> int:
+    return options.workers or (cores() if options.device == "cpu" else 1)
+
+
+def _tell(i: int, standings: Sequence[Standing], options: argparse.Namespace, at_once: int) -> None:
     left = [s for s in standings[i:] if not s.finished and not s.obstacle]
-    measured = cost.measure(runs, workers)
-    seconds = cost.total([cost.seconds_left(s, measured, workers) for s in left])
+    workers = _workers(options)
+    measured = cost.measure(options.out, workers)
+    seconds = cost.total([cost.seconds_left(s, measured, workers) for s in left], at_once)
     print(
         f"cell {i + 1} of {len(standings)}: {standings[i].cell.name} ({len(left)} to run, {cost.duration(seconds)})",
         file=sys.stderr,
@@ -208,13 +241,13 @@ def _tell(i: int, standings: Sequence[Standing], runs: Path, workers: int) -> No
 
 def _print_plan(standings: Sequence[Standing], options: argparse.Namespace) -> None:
     """The cells with their state and an estimate; nothing is run."""
-    workers = options.workers or cores()
+    at_once, workers = side_by_side.shares(standings, _workers(options), options.side_by_side)
     measured = cost.measure(options.out, workers)
     estimates = [0.0 if s.obstacle else cost.seconds_left(s, measured, workers) for s in standings]
-    total = cost.total(estimates)
+    total = cost.total(estimates, at_once)
     if options.json:
         cells = [{**ledger.described(s), "seconds": seconds} for s, seconds in zip(standings, estimates, strict=True)]
-        print(json.dumps({"cells": cells, "seconds": total}))
+        print(json.dumps({"cells": cells, "side_by_side": at_once, "workers": workers, "seconds": total}))
         return
     width = max((len(s.cell.name) for s in standings), default=0)
     for s, seconds in zip(standings, estimates, strict=True):
@@ -229,13 +262,17 @@ def _print_plan(standings: Sequence[Standing], options: argparse.Namespace) -> N
         print("nothing to run")
     else:
         basis = f"after the times of '{options.out}'" if measured else "by a rough model, nothing has been run here yet"
-        print(f"{cost.duration(total)} with {workers} workers, {basis}")
+        each = f"{at_once} cells side by side, {workers} workers each" if at_once > 1 else f"{workers} workers"
+        print(f"{cost.duration(total)} with {each}, {basis}")
 
 
-def _record(standings: Sequence[Standing], folder: Path) -> None:
+def _record(standings: Sequence[Standing], records: Path, name: str) -> None:
+    """Copies of those that have no record yet, by this suite or by another."""
+    known = ledger.recorded([standing.cell for standing in standings], records)
     for standing in standings:
-        if standing.finished and not standing.is_record:
-            print(f"recorded: {ledger.record(standing, folder)}", file=sys.stderr)
+        if standing.finished and standing.cell.identity not in known:
+            print(f"recorded: {ledger.record(standing, records / name)}", file=sys.stderr)
+            known.add(standing.cell.identity)
 
 
 def _publish(table: tables.Table, folder: Path, options: argparse.Namespace) -> None:

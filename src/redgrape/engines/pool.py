@@ -73,7 +73,7 @@ class Pool:
         process = self._context.Process(
             target=_serve, args=(theirs, inbox, outbox, *job), daemon=True, name="redgrape-worker"
         )
-        with _uninterrupted(), contextlib.nullcontext() if self._needs_main else _without_main():
+        with uninterrupted(), contextlib.nullcontext() if self._needs_main else without_main():
             try:
                 process.start()
             except OSError as error:
@@ -308,7 +308,7 @@ def _check_importable(half: ClientHalf) -> bool:
 
 
 @contextlib.contextmanager
-def _without_main() -> Iterator[None]:
+def without_main() -> Iterator[None]:
     """A new process runs the main script's file again, to find what is defined there. Where nothing of it is needed,
     this keeps it from that, so that scripts without a guard, notebooks and standard input work."""
     main = sys.modules["__main__"]
@@ -320,7 +320,7 @@ def _without_main() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _uninterrupted() -> Iterator[None]:
+def uninterrupted() -> Iterator[None]:
     """Ctrl-C waits, and what is started meanwhile never sees it: the server of processes would die of it noisily."""
     if not hasattr(signal, "pthread_sigmask"):  # Windows
         yield

@@ -180,7 +180,8 @@ class Submission:
             times = {line["round"]: line for line in self._folder.times()}
             for record in self._folder.metrics():
                 if seen < record["round"] <= state["round"]:
-                    seconds = {name: s for name, s in times.get(record["round"], {}).items() if name != "round"}
+                    line = times.get(record["round"], {})
+                    seconds = {name: value for name, value in line.items() if name not in ("round", "workers")}
                     step(Step(RunState(record["round"], {}), record, seconds))
             return int(state["round"])
         return seen

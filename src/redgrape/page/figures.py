@@ -8,6 +8,7 @@ Runs of one setting differ by method and seed alone, so their curves may stand s
                tail}}
     rounds     {id: {round: [...], accuracy: [...], ...}}: a column a figure, null where there is none
     damaged    [{name, reason}]
+    suites     [{title, blocks, caption, command, not_run}]: the tables of the suites that the runs are of (suite.py)
 
 Run folders may come from strangers: text is cleaned of what a terminal or a page could take for a command, and what
 should be a number is one or null. No method is loaded, since one's own method is code.
@@ -33,7 +34,9 @@ LAST = 10  # of an unfinished run, the mean of up to this many evaluations so fa
 GROUPS = ("head", "middle", "tail")
 
 
-def page_data(readings: Mapping[str, Reading], damaged: Iterable[tuple[str, str]] = ()) -> dict[str, Any]:
+def page_data(
+    readings: Mapping[str, Reading], damaged: Iterable[tuple[str, str]] = (), suites: Sequence[Mapping[str, Any]] = ()
+) -> dict[str, Any]:
     """All of it, for these runs by their ids."""
     runs: dict[str, Any] = {}
     splits: dict[str, Any] = {}
@@ -50,7 +53,14 @@ def page_data(readings: Mapping[str, Reading], damaged: Iterable[tuple[str, str]
         if split is not None:
             splits[runs[key]["split"]] = split
     whole = {key: readings[key] for key in runs}
-    return {"settings": _settings(whole, runs), "runs": runs, "splits": splits, "rounds": rounds, "damaged": wrong}
+    return {
+        "settings": _settings(whole, runs),
+        "runs": runs,
+        "splits": splits,
+        "rounds": rounds,
+        "damaged": wrong,
+        "suites": list(suites),
+    }
 
 
 def text(value: Any) -> str:
@@ -213,9 +223,13 @@ def _ages(record: Mapping[str, Any], C: int) -> list[float | int | None] | None:
 def _settings(readings: Mapping[str, Reading], runs: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Runs by what they have in common but method and seed, in the order in which they come."""
     together: dict[str, list[str]] = {}
-    for key, reading in readings.items():
-        shared = {name: v for name, v in reading.view.experiment.items() if name not in ("method", "seed")}
-        together.setdefault(json.dumps(shared, sort_keys=True, default=str), []).append(key)
+    shared = {key: _shared(reading.view.experiment) for key, reading in readings.items()}
+    names = set().union(*shared.values())
+    lacking = any(names - values.keys() for values in shared.values())
+    defaults = _defaults() if lacking else {}
+    for key, values in shared.items():
+        whole = {name: values.get(name, defaults.get(name)) for name in names}
+        together.setdefault(json.dumps(whole, sort_keys=True, default=str), []).append(key)
     groups = list(together.values())
     firsts = [readings[keys[0]].view.experiment for keys in groups]
     titles = _told_apart([_title(e) for e in firsts], [{**e, "method": {}, "seed": 0} for e in firsts])
@@ -223,6 +237,19 @@ def _settings(readings: Mapping[str, Reading], runs: Mapping[str, Any]) -> list[
         {"title": title, "facts": _facts([readings[key] for key in keys]), "methods": _methods(keys, readings, runs)}
         for title, keys in zip(titles, groups, strict=True)
     ]
+
+
+def _shared(experiment: Mapping[str, Any]) -> dict[str, Any]:
+    """What decides a result beside method and seed."""
+    apart = ("method", "seed", "checkpoint_every", "evaluate_every")
+    return dict(_flat({name: value for name, value in experiment.items() if name not in apart}))
+
+
+def _defaults() -> dict[str, Any]:
+    """For runs of before an option existed, which are of one setting with later ones."""
+    from redgrape.experiment import Experiment
+
+    return _shared(Experiment().resolved())
 
 
 def _methods(keys: Sequence[str], readings: Mapping[str, Reading], runs: Mapping[str, Any]) -> list[dict[str, Any]]:

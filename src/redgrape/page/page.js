@@ -36,6 +36,8 @@ const READ = {
   bytes: "What a client receives (strong) and sends (pale) in one round, in MB of 10⁶ bytes.",
   commands: `Save each description below under its name; these commands then give the same bits on the same versions and
     machine. In a run folder, experiment.toml is that description.`,
+  suite: `This gives the table: cells that have been run are found, and the others are run. How to make the runs one by one
+    stands below.`,
   overview: `Test accuracy in %, a row a setting; the rest of the page is about one of them. The buttons choose which
     accuracy, here and over the rounds.`,
 };
@@ -621,6 +623,22 @@ function agesCard(having) {
   return card(title, READ.ages, runChoice, map, note(`The oldest was ${plural(oldest, "round")} old.`));
 }
 
+// Suites: the tables that they are there for
+
+const suites = () => data.suites || [];
+
+function suiteCard(suite) {
+  const place = ([words, bold], i) =>
+    html(i ? "td" : "th", { class: bold ? "best" : null, scope: i ? null : "row" }, words);
+  const blocks = suite.blocks.flatMap(({ title, header, rows }) =>
+    [title ? html("h4", {}, title) : null, table(header, rows.map((row) => row.map(place)))]);
+  return html("section", { class: "card suite" },
+    html("h3", {}, suites().length > 1 ? suite.title : "The table"), ...blocks,
+    html("ul", { class: "caption" }, suite.caption.map((words) => html("li", {}, words))),
+    suite.not_run.length ? details(`not run ${suite.title}`, `${plural(suite.not_run.length, "cell")} not run`,
+      table(["cell", "why"], suite.not_run.map((row) => row.map(wide)))) : null);
+}
+
 // Results, data, commands
 
 function resultsCard() {
@@ -691,10 +709,16 @@ function tailCard() {
 }
 
 function commandsCard() {
-  const methods = setting().methods, commands = methods.flatMap((method) => method.commands).join("\n");
-  return card("The commands", READ.commands, html("pre", { tabindex: "0" }, commands), ...methods.map((method) =>
-    details(`toml ${method.label}`, method.file, html("pre", { tabindex: "0" }, method.toml))));
+  const methods = setting().methods, lines = (words) => html("pre", { tabindex: "0" }, words.join("\n"));
+  const commands = lines(methods.flatMap((method) => method.commands));
+  const descriptions = methods.map((method) => details(`toml ${method.label}`, method.file, lines([method.toml])));
+  if (!suites().length) return card("The commands", READ.commands, commands, ...descriptions);
+  return card("The command", READ.suite, lines(suites().map((suite) => suite.command)),
+    singleRuns(commands, descriptions));
 }
+
+const singleRuns = (commands, descriptions) =>
+  details("single runs", "The runs one by one", html("p", { class: "read" }, READ.commands), commands, ...descriptions);
 
 function damagedCard() {
   if (!data.damaged.length) return null;
@@ -706,13 +730,18 @@ function damagedCard() {
 
 function head() {
   const here = setting(), many = here.methods.length > 1;
-  const lead = `${many ? `${here.methods.length} methods were` : `The method ${here.methods[0].label} was`} trained on `
-    + `${here.title}. In federated learning the examples stay with the clients: in every round each trains on its own `
+  const count = suites().length, apart = "the charts after that are about one setting at a time";
+  const what = count ? `${plural(Object.keys(data.runs).length, "run")} in ${plural(data.settings.length, "setting")} `
+    + `stand behind the ${count > 1 ? "tables" : "table"}${data.settings.length > 1 ? `; ${apart}` : ""}`
+    : `${many ? `${here.methods.length} methods were` : `The method ${here.methods[0].label} was`} trained on `
+      + here.title;
+  const lead = `${what}. In federated learning the examples stay with the clients: in every round each trains on its own `
     + "and sends an update, and a server merges the updates. Here a few classes have most of the examples and others "
     + "hardly any, so that a model easily ignores the rare ones. This page shows how each method fares on both.";
   return [
     html("p", { class: "mark" }, "redgrape report"),
-    html("h1", {}, data.settings.length > 1 ? plural(data.settings.length, "setting") : here.title),
+    html("h1", {}, count ? (count > 1 ? plural(count, "suite") : suites()[0].title)
+      : data.settings.length > 1 ? plural(data.settings.length, "setting") : here.title),
     html("p", { class: "lead" }, lead),
   ];
 }
@@ -728,13 +757,13 @@ function legend() {
 
 function charts() {
   if (!data.settings.length) return [damagedCard()];
-  const named = data.live || data.settings.length > 1 ? heading(setting().title) : null;
+  const named = data.live || data.settings.length > 1 || suites().length ? heading(setting().title) : null;
   const compared = shown().length
     ? [heading("Accuracy"), roundsCard(), groupsCard(), perClassCard(), heading("Where mistakes come from"),
       confusionCard(), normsCard()]
     : [missing("Every method is switched off; switch one on above.")];
   return [
-    overviewCard(), named, resultsCard(), legend(), ...compared,
+    ...suites().map(suiteCard), overviewCard(), named, resultsCard(), legend(), ...compared,
     heading("Data"), aboutCard(), tailCard(), holdingCard(), ...prototypeCards(),
     ...(shown().length ? [heading("Cost"), ...costCards()] : []),
     heading("Reproduce it"), commandsCard(), damagedCard(),

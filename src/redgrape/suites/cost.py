@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,21 +64,22 @@ def modelled(experiment: Experiment, workers: int) -> float | None:
 
 
 def measure(folder: Path, workers: int) -> list[Measured]:
-    """The runs of this folder that tell their times."""
+    """The runs of this folder that tell their times; `workers` is for those of before times told theirs."""
     found = []
     for path in find_runs(folder):
         try:
             lines = [json.loads(line) for line in (path / "times.jsonl").read_bytes().splitlines()]
-            seconds = [line["train"] + line["evaluate"] for line in lines]
+            seconds = sum(line["train"] + line["evaluate"] for line in lines)
             if RunView.read(path).experiment["method"]["name"].endswith(".py"):
                 continue  # nobody's code is run for an estimate
             experiment = Experiment.read(path / "experiment.toml")
         except (OSError, ValueError, KeyError, TypeError, RedgrapeError):
             continue  # a run without times, or one being written
-        model = modelled(experiment, workers)
-        if model and seconds:
-            ratio = sum(seconds) / len(seconds) / model
-            found.append(Measured(experiment.data.source, experiment.net.name, experiment.method.name, ratio))
+        rounds = Counter(line.get("workers", workers) for line in lines)  # a run may go on with other workers
+        models = {count: modelled(experiment, count) for count in rounds}
+        model = sum(rounds[count] * seconds_a_round for count, seconds_a_round in models.items() if seconds_a_round)
+        if seconds and model:
+            found.append(Measured(experiment.data.source, experiment.net.name, experiment.method.name, seconds / model))
     return found
 
 
@@ -99,10 +101,10 @@ def seconds_left(standing: Standing, measured: Sequence[Measured], workers: int)
     return START + standing.rounds_left * model * correction
 
 
-def total(estimates: Sequence[float | None]) -> float | None:
-    """None where one is not known."""
+def total(estimates: Sequence[float | None], at_once: int = 1) -> float | None:
+    """Of cells of which so many run at once; None where one is not known."""
     known = [seconds for seconds in estimates if seconds is not None]
-    return sum(known) if len(known) == len(estimates) else None
+    return sum(known) / at_once if len(known) == len(estimates) else None
 
 
 def duration(seconds: float | None) -> str:

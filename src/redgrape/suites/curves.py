@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 
 from redgrape import report
@@ -20,18 +21,17 @@ def draw(table: Table, path: Path) -> None:
         down, across, figsize=(4.5 * across + 1.5, 3.4 * down + 0.6), squeeze=False, layout="constrained"
     )
     measure = table.suite.measures[0]
-    ours_last = sorted(table.rows, key=lambda row: row == "RedGrape")
-    colours = dict(zip(ours_last, report.colours(len(table.rows)), strict=True))
+    lines = looks(table.rows)
     for axis in axes.flat[len(columns) :]:
         axis.set_visible(False)
     for column, axis in zip(columns, axes.flat, strict=False):
-        for i, row in enumerate(table.rows):
+        for row in table.rows:
             found = [s for s in table.standings if s.finished and _place(table, s) == (row, column)]
             rounds, low, mean, high = _band(found, measure, table.on)
-            style = ("-", "--", "-.", ":")[i // 9 % 4]
-            axis.plot(rounds, mean, label=row, color=colours[row], linestyle=style, linewidth=1.6)
+            colour, style = lines[row]
+            axis.plot(rounds, mean, label=row, color=colour, linestyle=style, linewidth=1.6)
             if len(found) > 1:
-                axis.fill_between(rounds, low, high, color=colours[row], alpha=0.15, linewidth=0)
+                axis.fill_between(rounds, low, high, color=colour, alpha=0.15, linewidth=0)
         axis.set_title(", ".join(column), fontsize=10)
         axis.set_xlabel("round")
         axis.xaxis.get_major_locator().set_params(integer=True)
@@ -43,6 +43,13 @@ def draw(table: Table, path: Path) -> None:
     )
     figure.savefig(path, dpi=130)
     plt.close(figure)
+
+
+def looks(rows: Sequence[str]) -> dict[str, tuple[str, str]]:
+    """A colour and a style for each row; the style changes whenever all colours have been used."""
+    ours_last = sorted(rows, key=lambda row: row == "RedGrape")
+    styles = [("-", "--", "-.", ":")[i // len(report.COOLER) % 4] for i in range(len(rows))]
+    return dict(zip(ours_last, zip(report.colours(len(rows)), styles, strict=True), strict=True))
 
 
 def _place(table: Table, standing: Standing) -> tuple[str, tuple[str, ...]]:

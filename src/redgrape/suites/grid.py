@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from redgrape.errors import ConfigError
@@ -12,8 +13,14 @@ from redgrape.report import FIGURES
 from redgrape.suites.description import Label, Suite
 
 
-def suite(name: str, experiment: Mapping[str, Any], assignments: Sequence[str], seeds: Sequence[int]) -> Suite:
-    """All combinations of the values, a row each."""
+def suite(
+    name: str,
+    experiment: Mapping[str, Any],
+    assignments: Sequence[str],
+    seeds: Sequence[int],
+    reference: str | None = None,
+) -> Suite:
+    """All combinations of the values, a row each; without a reference, the others are compared with the first."""
     axes: dict[str, Sequence[Label]] = {}
     for assignment in assignments:
         key, values = axis(assignment)
@@ -24,7 +31,7 @@ def suite(name: str, experiment: Mapping[str, Any], assignments: Sequence[str], 
         axes[key] = values
     if not axes:
         raise ConfigError("a grid needs at least one axis, for example method.lam=0.01,0.1,1")
-    return Suite(
+    made = Suite(
         name=name,
         title=f"Sweep over {', '.join(axes)}",
         axes=axes,
@@ -36,6 +43,18 @@ def suite(name: str, experiment: Mapping[str, Any], assignments: Sequence[str], 
         experiment=experiment,
         keys={key: key for key in axes},
     )
+    rows = made.all_rows()
+    if reference is not None and reference not in rows:
+        raise ConfigError(f"--reference '{reference}' is none of the rows: {'; '.join(rows)}")
+    return replace(made, references=[reference or rows[0]])
+
+
+def tuning(axes: Mapping[str, Sequence[Label]]) -> list[str]:
+    """What must be said where a grid over hyper-parameters is shown on the test set."""
+    varied = [key for key, values in axes.items() if len(values) > 1 and key.startswith(("method.", "net."))]
+    chosen = ", ".join(key for key in varied if key != "method.name")
+    advice = "choose with -c data.validation=10 --on validation"
+    return [f"choosing {chosen} by test accuracy is tuning on the test set; {advice}"] if chosen else []
 
 
 def axis(assignment: str) -> tuple[str, list[Label]]:

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import time
 import tomllib
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Container, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +21,10 @@ from redgrape.errors import RedgrapeError, StorageError
 from redgrape.experiment import Experiment
 from redgrape.report import RunView, find_runs, plain
 from redgrape.runs import file_digests
+from redgrape.store import try_lock
 from redgrape.suites.description import Cell, identity
 
+DAMAGED = "damaged: "
 RECORD = ("experiment.toml", "environment.json", "metrics.jsonl", "summary.json")
 
 
@@ -32,6 +36,10 @@ class Standing:
     view: RunView | None = None  # of the finished or begun run
     is_record: bool = False
     obstacle: str = ""  # why it cannot be run, or was not
+
+    @property
+    def is_damaged(self) -> bool:
+        return self.obstacle.startswith(DAMAGED)
 
     @property
     def finished(self) -> bool:
@@ -54,32 +62,63 @@ class Standing:
 
 def standings(cells: Sequence[Cell], runs: Path, records: Path, root: Path | None = None) -> list[Standing]:
     """The cells in their order. Where several runs are of one cell, the one that got furthest counts."""
-    wanted = {cell.identity for cell in cells}
-    methods = {cell.experiment.method.name for cell in cells}
+    best, damaged = _furthest(cells, [(runs, False), (records, True)])
+    return [_named(cell, best.get(cell.identity), damaged.get(cell.identity, ""), root) for cell in cells]
+
+
+def recorded(cells: Sequence[Cell], records: Path) -> set[str]:
+    """The identities of those cells that have a record."""
+    return set(_furthest(cells, [(records, True)])[0])
+
+
+def _furthest(
+    cells: Sequence[Cell], folders: Iterable[tuple[Path, bool]]
+) -> tuple[dict[str, Standing], dict[str, str]]:
+    """By identity: the run that got furthest; and what is wrong with one that cannot be read."""
+    wanted = {cell.identity: cell for cell in cells}
+    methods = {(cell.experiment.method.name, cell.seed) for cell in cells}
     best: dict[str, Standing] = {}
-    for folder, is_record in ((runs, False), (records, True)):
+    damaged: dict[str, str] = {}
+    for folder, is_record in folders:
         for path in find_runs(folder):
             found = _identity_of(path, methods)
-            if found in wanted:
-                cell = next(cell for cell in cells if cell.identity == found)
-                standing = Standing(cell, RunView.read(path), is_record)
-                if standing.finished or not is_record:
-                    best[found] = min(best.get(found, standing), standing, key=lambda s: s.rounds_left)
-    return [_named(cell, best.get(cell.identity), root) for cell in cells]
+            if found is None or found not in wanted:
+                continue
+            try:
+                standing = Standing(wanted[found], RunView.read(path), is_record)
+            except StorageError as error:
+                damaged.setdefault(found, f"{DAMAGED}{error}")
+                continue
+            if standing.finished or not is_record:
+                best[found] = min(best.get(found, standing), standing, key=lambda s: s.rounds_left)
+    return best, damaged
 
 
-def _named(cell: Cell, found: Standing | None, root: Path | None) -> Standing:
+def _named(cell: Cell, found: Standing | None, damaged: str, root: Path | None) -> Standing:
     """The standing of this cell; two cells of a suite may be the same experiment."""
-    standing = Standing(cell) if found is None else Standing(cell, found.view, found.is_record)
-    return (
-        standing if standing.finished else Standing(cell, standing.view, obstacle=missing_data(cell.experiment, root))
-    )
+    if found is None:
+        return Standing(cell, obstacle=damaged or missing_data(cell.experiment, root))
+    standing = Standing(cell, found.view, found.is_record)
+    return standing if standing.finished else replace(standing, obstacle=missing_data(cell.experiment, root))
 
 
-def _identity_of(path: Path, methods: Iterable[str]) -> str | None:
+@contextmanager
+def choosing(runs: Path) -> Iterator[None]:
+    """Held by one process at a time, while it looks which runs there are and begins one of its own."""
+    with durable.storage_errors("lock", runs):
+        runs.mkdir(parents=True, exist_ok=True)
+        file = (runs / ".choosing").open("ab")
+    with file:
+        while not try_lock(file.fileno()):
+            time.sleep(0.05)
+        yield
+
+
+def _identity_of(path: Path, methods: Container[tuple[str, int]]) -> str | None:
     """What the run in this folder is a run of. A method that no cell asks for is not even loaded: it may be a file."""
     try:
-        if tomllib.loads((path / "experiment.toml").read_text(encoding="utf-8"))["method"]["name"] not in methods:
+        described = tomllib.loads((path / "experiment.toml").read_text(encoding="utf-8"))
+        if (described["method"]["name"], described["seed"]) not in methods:
             return None
         experiment = Experiment.read(path / "experiment.toml")
         files = file_digests(experiment)
@@ -114,6 +153,7 @@ def record(standing: Standing, folder: Path) -> Path:
 def described(standing: Standing) -> dict[str, Any]:
     """For machines: the cell and how far it is."""
     return {
+        "name": standing.cell.name,
         "labels": {axis: plain(label) for axis, label in standing.cell.labels.items()},
         "seed": standing.cell.seed,
         "identity": standing.cell.identity,

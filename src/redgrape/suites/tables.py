@@ -5,8 +5,9 @@ from __future__ import annotations
 import csv
 import io
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +87,7 @@ def build(
     departures: Sequence[str] = (),
     on: str = "test",
     command: str = "",
+    notes: Sequence[str] = (),
 ) -> Table:
     places: dict[tuple[str, tuple[str, ...]], list[Standing]] = {}
     for standing in standings:
@@ -111,7 +113,8 @@ def build(
                     comparisons={reference: paired(ours, theirs) for reference, theirs in others.items()},
                 )
             )
-    return Table(suite, scale, on, standings, entries, cuts, departures, _notes(standings), command)
+    told = [*notes, *_notes(standings, on)]
+    return Table(suite, scale, on, standings, entries, cuts, departures, told, command)
 
 
 def _by_seed(group: Sequence[Standing], measure: str, on: str) -> dict[int, float]:
@@ -128,7 +131,7 @@ def _by_seed(group: Sequence[Standing], measure: str, on: str) -> dict[int, floa
     return found
 
 
-def _notes(standings: Sequence[Standing]) -> list[str]:
+def _notes(standings: Sequence[Standing], on: str) -> list[str]:
     """What a reader must know before comparing rows."""
     finished = [s for s in standings if s.finished]
     notes = []
@@ -137,7 +140,7 @@ def _notes(standings: Sequence[Standing]) -> list[str]:
         if short:
             notes.append(f"too short to compare methods: {_list(short)} rounds")
         else:
-            rising = list(dict.fromkeys(_name(s) for s in finished if s.view is not None and _rises(s.view)))
+            rising = list(dict.fromkeys(_name(s) for s in finished if s.view is not None and _rises(s.view, on)))
             if rising:
                 notes.append(
                     f"still learning when it ended (up by more than a point in the last rounds): {'; '.join(rising)}"
@@ -164,9 +167,9 @@ def _name(standing: Standing) -> str:
     return ", ".join(label_text(axis, label) for axis, label in standing.cell.labels.items())
 
 
-def _rises(view: RunView) -> bool:
+def _rises(view: RunView, on: str) -> bool:
     """Whether the last rounds are better, by more than RISE, than the twenty before them."""
-    evaluated = [(r["round"], r["test"]["accuracy"]) for r in view.metrics if "test" in r]
+    evaluated = [(r["round"], r[on]["accuracy"]) for r in view.metrics if on in r]
     last = [accuracy for _, accuracy in evaluated[-LAST:]]
     begin = evaluated[-LAST][0] if len(evaluated) > LAST else 0
     before = [accuracy for number, accuracy in evaluated[:-LAST] if number >= begin - 2 * LAST]
@@ -234,7 +237,12 @@ def _comparison(table: Table, title: str, places: Sequence[tuple[tuple[str, ...]
                 table.at(row, column, measure).comparisons.get(reference, Paired(0, None)) for column, measure in places
             ]
             rows.append([_row_text(table, row), *[Text(verdict(pair)) for pair in pairs]])
-    return Block(f"{title + ': ' if title else ''}minus {reference}, by seed, in points", header, rows)
+    return Block(f"{title + ': ' if title else ''}minus {_called(reference)}, by seed, in points", header, rows)
+
+
+def _called(row: str) -> str:
+    """A row whose label is 0.1 is not to be taken for the number."""
+    return row if any(map(str.isalpha, row)) else f"row {row}"
 
 
 def verdict(pair: Paired) -> str:
@@ -295,8 +303,8 @@ def caption(table: Table) -> list[str]:
         pairs = [e.comparisons[reference] for e in table.entries if reference in e.comparisons]
         if any(pair.separated is not None for pair in pairs):
             lines.append(
-                f"minus {reference}: mean difference over common seeds with its 95 % interval (paired t), each by "
-                "itself, not corrected for their number; not separated: the seeds cannot tell the two apart"
+                f"minus {_called(reference)}: mean difference over common seeds with its 95 % interval (paired t), "
+                "each by itself, not corrected for their number; not separated: the seeds cannot tell the two apart"
             )
         elif any(pair.seeds for pair in pairs):
             most = max(pair.seeds for pair in pairs)
@@ -346,9 +354,13 @@ def _grid(block: Block) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in [padded[0], rule, *padded[1:]])
 
 
+# Emphasis, code, cells, HTML, entities; the end of a link's text; underscores except within a word, as in head_cap
+_MARKUP = re.compile(r"[\\`*|<~]|&(?=[#\w])|\](?=[(\[:])|(?<![^\W_])_|_(?![^\W_])")
+
+
 def _markdown(words: str) -> str:
     """Text, not markup: a label may be anything that a user has typed."""
-    return " ".join("".join(f"\\{c}" if c in "\\`*|<" else c for c in words).split())
+    return " ".join(_MARKUP.sub(r"\\\g<0>", words).split())
 
 
 def latex(table: Table) -> str:
@@ -377,6 +389,7 @@ def latex(table: Table) -> str:
 _LATEX = {
     "\\": r"\textbackslash{}",
     **{character: f"\\{character}" for character in "&%$#_{}"},
+    **{character: f"{{{character}}}" for character in "[*"},  # after a line's \\ they would be taken for its options
     "~": r"\textasciitilde{}",
     "^": r"\textasciicircum{}",
     "<": r"\textless{}",
@@ -460,6 +473,8 @@ def as_values(table: Table) -> dict[str, Any]:
             for e in table.entries
         ],
         "cells": [plain(ledger.described(standing)) for standing in table.standings],
+        "blocks": [asdict(block) for block in blocks(table)],
+        "caption": caption(table),
     }
 
 
