@@ -613,7 +613,7 @@ def test_equal_runs_are_equal_in_bits(tmp_path: Path, tiny: Values) -> None:
     for name, content in files(first).items():
         assert all(word not in content for word in (b"seconds", b"elapsed", b'"train":', b'"date"')), name
     times = [json.loads(line) for line in (first / "times.jsonl").read_text().splitlines()]
-    assert [set(entry) for entry in times] == [{"round", "train", "evaluate"}] * 2
+    assert [set(entry) for entry in times] == [{"round", "train", "evaluate", "workers"}] * 2
     assert all(entry["train"] > 0 for entry in times)
 
 
