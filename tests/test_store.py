@@ -765,6 +765,29 @@ def everything(arrays: dict[str, Any]) -> Iterator[Any]:
             yield (row / np.float32(255)).astype(np.float32) if row.dtype == np.uint8 else row
 
 
+def test_a_file_that_vanishes_while_a_folder_is_looked_at_does_no_harm(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As those do that another process writes before it renames them."""
+    (tmp_path / "inner").mkdir()
+    (tmp_path / "inner" / ".metrics.tmp").touch()
+    walk = os.walk
+
+    def slowly(folder: Path, **options: Any) -> Iterator[Any]:
+        for place, folders, files in list(walk(folder, **options)):
+            for name in files:
+                (Path(place) / name).unlink()
+            yield place, folders, files
+
+    monkeypatch.setattr(os, "walk", slowly)
+    durable.check_ordinary(tmp_path)
+    (tmp_path / "inner").rmdir()
+    (tmp_path / "link").symlink_to(tmp_path)
+    monkeypatch.setattr(os, "walk", walk)
+    with pytest.raises(StorageError, match="is a link"):
+        durable.check_ordinary(tmp_path)
+
+
 def test_errors_have_the_exit_codes_that_are_documented() -> None:
     """The tree at the top of errors.py is the truth."""
     from redgrape import errors

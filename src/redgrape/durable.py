@@ -9,7 +9,7 @@ import os
 import shutil
 import stat
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from redgrape.errors import StorageError
@@ -38,11 +38,18 @@ def storage_errors(doing: str, path: Path) -> Iterator[None]:
 def check_ordinary(folder: Path) -> None:
     """Raise StorageError where the folder holds anything but files and folders: through a link, what is meant for a
     place in it would be written elsewhere, and a pipe would be read for ever."""
+
+    def said(error: OSError) -> None:
+        if not isinstance(error, FileNotFoundError):
+            raise error
+
     with storage_errors("read", folder):
-        for path in folder.rglob("*"):
-            kind = path.lstat().st_mode
-            if not (stat.S_ISREG(kind) or stat.S_ISDIR(kind)):
-                raise StorageError(f"'{path}' is a link or no ordinary file; remove it, or put a copy there")
+        for place, folders, files in os.walk(folder, onerror=said):
+            for path in (Path(place, name) for name in (*folders, *files)):
+                with suppress(FileNotFoundError):  # whoever uses the folder has just removed it
+                    kind = path.lstat().st_mode
+                    if not (stat.S_ISREG(kind) or stat.S_ISDIR(kind)):
+                        raise StorageError(f"'{path}' is a link or no ordinary file; remove it, or put a copy there")
 
 
 def write_file(path: Path, data: bytes) -> None:
