@@ -40,7 +40,7 @@ def check_ordinary(folder: Path) -> None:
     place in it would be written elsewhere, and a pipe would be read for ever."""
 
     def said(error: OSError) -> None:
-        if not isinstance(error, FileNotFoundError):
+        if not isinstance(error, FileNotFoundError | NotADirectoryError):
             raise error
 
     with storage_errors("read", folder):
