@@ -976,7 +976,7 @@ def test_notes_tell_short_runs_and_rising_ones() -> None:
     assert written("n", {"A": three, "B": three}).notes == []
     assert written("n", {"A": three, "B": three}, rise=0.009).notes == []
     (note,) = written("n", {"A": three, "B": three}, rise=0.02).notes
-    assert note.startswith("still learning when it ended")
+    assert note == "still learning at the end, up by more than a point in the last rounds: 6 of 6 runs"
     (note,) = written("n", {"A": three, "B": three}, rounds=19).notes
     assert note == "too short to compare methods: 19 rounds"
 
@@ -998,7 +998,17 @@ def test_the_note_on_learning_reads_the_set_of_the_table() -> None:
             record["test"] = {"accuracy": 0.5}
     assert tables.build(table.suite, table.standings).notes == []
     (note,) = tables.build(table.suite, table.standings, on="validation").notes
-    assert note.startswith("still learning when it ended")
+    assert note.startswith("still learning at the end")
+
+
+def test_the_note_on_learning_names_the_cells_by_what_tells_them_apart() -> None:
+    table = written("n", {"A": [0.5, 0.5, 0.5], "B": [0.5, 0.5, 0.5]}, rise=0.02)
+    calm = [standing(table.suite, "A", seed, 0.5) for seed in range(3)]
+    (note,) = tables.build(table.suite, [*calm, *table.standings[3:]]).notes
+    assert note.endswith("3 of 6 runs (B)")
+    alone = written("n", {"A": [0.5, 0.5, 0.5]}, rise=0.02)
+    (note,) = tables.build(alone.suite, [standing(alone.suite, "A", 0, 0.5), *alone.standings[1:]]).notes
+    assert note.endswith("2 of 3 runs")
 
 
 def test_every_row_has_a_look_of_its_own() -> None:

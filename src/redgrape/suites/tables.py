@@ -140,14 +140,19 @@ def _notes(standings: Sequence[Standing], on: str) -> list[str]:
         if short:
             notes.append(f"too short to compare methods: {_list(short)} rounds")
         else:
-            rising = list(dict.fromkeys(_name(s) for s in finished if s.view is not None and _rises(s.view, on)))
+            varying = _varying_axes(finished)
+            rising = [s for s in finished if s.view is not None and _rises(s.view, on)]
             if rising:
+                names = list(dict.fromkeys(_name(s, varying) for s in rising))
+                who = f" ({'; '.join(names)})" if varying and len(rising) < len(finished) else ""
                 notes.append(
-                    f"still learning when it ended (up by more than a point in the last rounds): {'; '.join(rising)}"
+                    f"still learning at the end, up by more than a point in the last rounds: {len(rising)} of "
+                    f"{len(finished)} runs{who}"
                 )
         seeds: dict[str, int] = {}
         for s in finished:
-            seeds[_name(s)] = seeds.get(_name(s), 0) + 1
+            cell = _name(s, s.cell.labels)
+            seeds[cell] = seeds.get(cell, 0) + 1
         if min(seeds.values()) < FEWEST_SEEDS:
             notes.append(
                 f"too few seeds to compare methods: {_list(sorted(set(seeds.values())))} a cell, and chance alone "
@@ -162,9 +167,15 @@ def _notes(standings: Sequence[Standing], on: str) -> list[str]:
     return notes
 
 
-def _name(standing: Standing) -> str:
-    """The cell, whatever its seed."""
-    return ", ".join(label_text(axis, label) for axis, label in standing.cell.labels.items())
+def _varying_axes(standings: Sequence[Standing]) -> list[str]:
+    """Those by which the cells can be told apart."""
+    labels = [s.cell.labels for s in standings]
+    return [axis for axis in labels[0] if any(other[axis] != labels[0][axis] for other in labels)]
+
+
+def _name(standing: Standing, axes: Iterable[str]) -> str:
+    """The cell by these axes, whatever its seed."""
+    return ", ".join(label_text(axis, standing.cell.labels[axis]) for axis in axes)
 
 
 def _rises(view: RunView, on: str) -> bool:
