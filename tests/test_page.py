@@ -29,7 +29,7 @@ import torch
 from redgrape import cli
 from redgrape.errors import ConfigError
 from redgrape.experiment import Experiment
-from redgrape.page import reading
+from redgrape.page import figures, reading
 from redgrape.page.figures import page_data, text
 from redgrape.page.reading import Reading, is_locked
 from redgrape.page.serve import Server
@@ -243,6 +243,18 @@ def test_methods_of_one_name_are_told_apart_and_settings_too(runs: Path, tiny: V
     assert [m["label"] for m in second["methods"]] == ["fedavg"]
     assert first["title"].endswith("rounds=3")
     assert second["title"].endswith("rounds=4")
+
+
+def test_of_many_variants_only_what_is_unusual_is_named() -> None:
+    base = {"lam": 0.1, "threshold": 8.0, "placement": "in_gradient"}
+    changes: list[dict[str, Any]] = [{}, {"lam": 1.0}, {"threshold": 2.0}, {"lam": 1.0, "placement": "after_step"}, {}]
+    variants = [{**base, **change} for change in changes]
+    named = ["", " lam=1.0", " threshold=2.0", " lam=1.0 placement=after_step"]
+    assert figures._told_apart(["r"] * 5, variants) == [f"r{words}" for words in [*named, ""]]
+    two_by_two = [{"lam": lam} for lam in (1, 1, 2, 2)]
+    assert figures._told_apart(["r"] * 4, two_by_two) == ["r lam=1", "r lam=1", "r lam=2", "r lam=2"]
+    lacking = [{"lam": 1}, {"lam": 1}, {}]
+    assert figures._told_apart(["r"] * 3, lacking) == ["r lam=1", "r lam=1", "r"]
 
 
 def test_a_run_of_before_an_option_existed_is_of_the_same_setting(copied: Path, tmp_path: Path) -> None:
@@ -851,7 +863,8 @@ def test_browser_shows_the_table_of_a_suite(
     browser.open((tmp_path / "page.html").as_uri(), width)
     assert browser.value("document.querySelector('h1').textContent") == suite["title"] == "Sweep over method.lr"
     cells = "[...document.querySelectorAll('.suite table')].map((t) => [...t.tBodies[0].rows].map((row) => "
-    shown = browser.value(f"{cells}[...row.cells].map((c) => [c.textContent, c.classList.contains('best')])))")
+    words = r"c.textContent.replaceAll('\u00a0', ' ')"
+    shown = browser.value(f"{cells}[...row.cells].map((c) => [{words}, c.classList.contains('best')])))")
     assert shown == [block["rows"] for block in suite["blocks"]]
     lines = browser.value("[...document.querySelectorAll('.caption li')].map((line) => line.textContent)")
     assert lines == suite["caption"]

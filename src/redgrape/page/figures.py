@@ -280,14 +280,19 @@ def _methods(keys: Sequence[str], readings: Mapping[str, Reading], runs: Mapping
 
 
 def _told_apart(titles: Sequence[str], values: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The titles; where several are the same, each with the values by which it differs from the others."""
+    """The titles; where several are the same, each with the values by which it differs from most of the others."""
     flat = [dict(_flat(value)) for value in values]
     told = []
     for i, title in enumerate(titles):
         alike = [flat[j] for j, other in enumerate(titles) if other == title]
-        keys = [key for key in flat[i] if any(other.get(key) != flat[i][key] for other in alike)]
-        told.append(" ".join([title, *(f"{text(key)}={text(flat[i][key])}" for key in keys)]))
+        named = [f"{text(key)}={text(value)}" for key, value in flat[i].items() if not _usual(key, value, alike)]
+        told.append(" ".join([title, *named]))
     return told
+
+
+def _usual(key: str, value: Any, alike: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether more than half have this value, so that naming the others is enough to tell all apart."""
+    return all(key in other for other in alike) and 2 * sum(other[key] == value for other in alike) > len(alike)
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:

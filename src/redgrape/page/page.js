@@ -627,9 +627,17 @@ function agesCard(having) {
 
 const suites = () => data.suites || [];
 
+// "+3.30 [-4.00, +10.59], not separated", with the interval on a line of its own and the remark on the next if need be
+const unbroken = (words) => words.replace(/ (?!\(|not |too )/g, "\u00a0");
+const withInterval = (words) => {
+  const [value, interval] = words.split(" [");
+  return [unbroken(value), interval ? html("span", { class: "interval" }, unbroken(` [${interval}`)) : null];
+};
+
 function suiteCard(suite) {
-  const place = ([words, bold], i) =>
-    html(i ? "td" : "th", { class: bold ? "best" : null, scope: i ? null : "row" }, words);
+  const place = ([words, bold], i) => i
+    ? html("td", { class: bold ? "best" : null }, ...withInterval(words))
+    : html("th", { class: bold ? "best" : null, scope: "row" }, words);
   const blocks = suite.blocks.flatMap(({ title, header, rows }) =>
     [title ? html("h4", {}, title) : null, table(header, rows.map((row) => row.map(place)))]);
   return html("section", { class: "card suite" },
@@ -661,7 +669,7 @@ function resultsCard() {
     });
     const finished = runsOf(method).every((run) => run.state === "finished");
     const progress = runsOf(method).map((run) => `${run.done}/${run.rounds}`).join(", ");
-    return [method.label, ...cells, finished ? plural(method.runs.length, "seed") : progress];
+    return [wide(method.label), ...cells, finished ? plural(method.runs.length, "seed") : progress];
   });
   return card("Results", known(words).join(" "),
     table(["method", ...Object.values(FIGURES).map((title) => `${title}, %`), "runs"], rows));
