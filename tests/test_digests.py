@@ -1,0 +1,200 @@
+"""Bits that no change of the code's shape may move: SHA-256 of the final server state of tiny runs.
+
+One run for every method and preset, and for every option of what crosses between clients and server. The digests belong
+to one machine and one version of torch, which `digests.json` names; elsewhere last bits may differ, and the tests are
+skipped. After a change that is meant to move bits: `REDGRAPE_WRITE_DIGESTS=1 pytest tests/test_digests.py`, and the
+commit says which ones moved and why.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+from collections.abc import Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+
+import redgrape as rg
+from redgrape import methods, nets, testing, tree
+from redgrape.method import Method
+from redgrape.nets.net import Net
+from redgrape.training import Training
+from test_sums import Summing
+
+FILE = Path(__file__).with_name("digests.json")
+C, SHAPE = 4, (1, 8, 8)
+SIZES = [[14, 5, 1, 0], [0, 9, 4, 0], [3, 0, 9, 2], [6, 3, 0, 0], [10, 2, 0, 5], [4, 8, 0, 0]]
+AUXILIARY = [5, 4, 1, 2]
+EQUAL = [[5, 3, 1, 1], [2, 2, 3, 3], [1, 4, 4, 1], [4, 1, 1, 4]]  # as many examples each, which can be stacked
+
+RULES: list[dict[str, Any]] = [
+    {"rule": "median"},
+    {"rule": "trimmed_mean"},
+    {"rule": "krum"},
+    {"rule": "multi_krum"},
+    {"rule": "norm_clipping"},
+    {"rule": "norm_clipping", "update_norm": 0.5},
+]
+NOISE = {"clip": 1.0, "noise": 0.5, "randomness": "seed"}
+CHOICES: list[dict[str, Any]] = [
+    {"placement": "after_step"},
+    {"norm": "per_tensor"},
+    {"extra_init": "zeros"},
+    {"extra_init": "copy"},
+    {"unseen": "mean"},
+    {"balanced_draw": "step"},
+    {"balanced_stats": "running"},
+    {"balanced_stats": "batch_update"},
+    {"prototype_weights": "count"},
+    {"max_age": 0},
+    {"lam_schedule": "cosine"},
+    {"threshold": float("inf")},
+    {"use_prototypes": False},
+    {"use_real_data": False},
+    {"two_stream": False},
+    {"freeze_encoder": True},
+    {"optimizer": "adamw"},
+]
+
+
+class Case(NamedTuple):
+    method: str
+    preset: str = "paper"
+    settings: Mapping[str, Any] = MappingProxyType({})
+    exchange: Mapping[str, Any] = MappingProxyType({})
+    summed: bool = False
+    stack: int = 1
+
+    def __str__(self) -> str:
+        words = {**self.settings, **self.exchange}
+        flags = [f"{name}={value}" for name, value in words.items()]
+        flags += ["summed"] if self.summed else []
+        flags += [f"stack={self.stack}"] if self.stack > 1 else []
+        return " ".join([self.method, self.preset, *flags])
+
+
+def cases() -> Iterator[Case]:
+    for name in methods.names():
+        for preset in methods.load(name).presets:
+            if preset != "private":
+                yield Case(name, preset)
+    for name in ("redgrape", "creff"):
+        yield Case(name, exchange={"min_count": 2, "min_clients": 2})
+        yield Case(name, exchange={"min_count": 8, "min_clients": 3})
+    for name in ("fedavg", "scaffold", "redgrape", "creff"):
+        yield from (Case(name, exchange=rule) for rule in RULES)
+    for name in ("fedavg", "fedopt", "redgrape"):
+        yield Case(name, exchange=NOISE)
+    yield Case("redgrape", exchange={**NOISE, "class_clip": 1.0, "class_noise": 0.5, "min_clients": 2})
+    yield Case("redgrape", exchange={"class_clip": 0.1})
+    yield from (Case("redgrape", settings=choice) for choice in CHOICES)
+    for prior in ("local", "estimated"):
+        yield Case("balanced_softmax", settings={"prior": prior})
+    yield Case("logit_adjustment", settings={"stage": "post_hoc"})
+    for name in ("fedavg", "fedavgm", "feddyn", "fedopt", "scaffold", "balanced_softmax", "ratio_loss", "creff"):
+        yield Case(name, summed=True)
+    for settings in ({}, {"prototype_weights": "count"}):
+        yield Case("redgrape", settings=settings, summed=True)
+    yield Case("redgrape", exchange={"min_count": 2, "min_clients": 2}, summed=True)
+    for name in ("fedavg", "fed_focal", "fedprox", "feddyn", "scaffold", "fedopt", "fedavgm"):
+        yield Case(name, stack=4)
+
+
+TODAY = {
+    "rule": "aggregation",
+    "clip": "dp_clip",
+    "noise": "dp_noise",
+    "randomness": "dp_randomness",
+    "class_clip": "prototype_clip",
+    "class_noise": "prototype_noise",
+}
+
+
+def _method(case: Case) -> Method:
+    kind = methods.load(case.method)
+    exchange = {TODAY.get(name, name): value for name, value in case.exchange.items()}
+    return kind.preset(case.preset, lr=0.02, epochs=2, batch_size=4, **{**kind.cheap, **case.settings, **exchange})
+
+
+def _federation(sizes: list[list[int]]) -> rg.Federation:
+    stream = np.random.default_rng(5)
+
+    def draw(row: list[int]) -> rg.Examples:
+        y = np.repeat(np.arange(C), row)
+        x = stream.normal(size=(len(y), *SHAPE)) + 0.5 * y[:, None, None, None]
+        return rg.Examples(x.astype(np.float32), y)
+
+    return rg.Federation([draw(row) for row in sizes], draw([3] * C), C, auxiliary=draw(AUXILIARY))
+
+
+def final_digest(case: Case) -> str:
+    plain: partial[Net] = partial(nets.build, "mlp", SHAPE, C, 0)
+    build = testing.batchnorm_net if case.stack == 1 and not case.exchange and not case.summed else plain
+    federation = _federation(SIZES if case.stack == 1 else EQUAL)
+    per_round = None if case.exchange or case.stack > 1 else 2
+    engine = Summing if case.summed else None
+    with Training(
+        _method(case),
+        federation,
+        build,
+        rounds=5,
+        clients_per_round=per_round,
+        seed=11,
+        stack=case.stack,
+        engine=engine,
+    ) as training:
+        *_, last = training.steps()
+    flat = {name: t for name, t in tree.flatten(last.state.server).items() if not name.endswith("num_batches_tracked")}
+    return hashlib.sha256(tree.to_bytes(tree.unflatten(flat))).hexdigest()
+
+
+def _here() -> dict[str, str]:
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
+    capability = torch.backends.cpu.get_cpu_capability()
+    return {"torch": torch.__version__, "machine": platform.machine(), "model": model, "capability": capability}
+
+
+@pytest.fixture(scope="module")
+def recorded() -> dict[str, Any]:
+    if not FILE.exists():
+        pytest.skip("no digests are recorded")
+    found: dict[str, Any] = json.loads(FILE.read_text())
+    if found["machine"] != _here():
+        pytest.skip(f"digests are of another machine or torch: {found['machine']}")
+    return found["digests"]
+
+
+@pytest.mark.skipif("REDGRAPE_WRITE_DIGESTS" in os.environ, reason="digests are written")
+@pytest.mark.parametrize("case", [*cases()], ids=str)
+def test_the_bits_are_what_they_were(case: Case, recorded: dict[str, Any]) -> None:
+    assert final_digest(case) == recorded[str(case)]
+
+
+@pytest.mark.skipif("REDGRAPE_WRITE_DIGESTS" not in os.environ, reason="digests are compared")
+def test_write_digests() -> None:
+    found = {str(case): final_digest(case) for case in cases()}
+    FILE.write_text(json.dumps({"machine": _here(), "digests": found}, indent=1) + "\n")
+
+
+@pytest.mark.skipif("REDGRAPE_WRITE_DIGESTS" in os.environ, reason="digests are written")
+def test_options_move_bits(recorded: dict[str, Any]) -> None:
+    """Else a digest would guard nothing. What changes nothing on this data is named."""
+    alike: dict[str, list[str]] = {}
+    for case in cases():
+        alike.setdefault(recorded[str(case)], []).append(str(case))
+    assert sorted(names for names in alike.values() if len(names) > 1) == sorted(KNOWN_ALIKE)
+
+
+KNOWN_ALIKE = [
+    ["balanced_softmax paper", "logit_adjustment paper"],  # with tau = 1
+    ["redgrape paper threshold=inf", "redgrape paper use_real_data=False"],
+]
