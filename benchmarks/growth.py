@@ -29,7 +29,6 @@ LINES: dict[str, tuple[str, list[int]]] = {
     "sampled": ("clients sampled a round", [10, 30, 100, 300, 1000]),
     "examples": ("examples of a client", [16, 64, 256, 1024, 4096]),
     "classes": ("classes (RedGrape, exact prototypes)", [10, 30, 100, 300]),
-    "classes_rank": ("classes (RedGrape, prototypes of rank 4)", [10, 30, 100, 300]),
     "features": ("features (RedGrape, exact prototypes)", [64, 256, 1024, 4096]),
     "workers": ("workers", [1, 2, 4]),
 }
@@ -97,17 +96,15 @@ def point(line: str, value: int) -> float:
         setting["all"] = 2000
     if line == "workers":
         setting |= {"examples": 2000, "sampled": 12, "features": 512}
-    if line in ("classes", "classes_rank", "features"):
+    if line in ("classes", "features"):
         setting |= {"all": 20, "sampled": 5, "examples": 100}
     if line == "features":
         setting["classes"] = 30
-    setting[line.removesuffix("_rank")] = value
+    setting[line] = value
     training_options: dict[str, Any] = {"epochs": 1, "batch_size": 16, "lr": 0.01}
     method: FedAvg = FedAvg(**training_options)
     if line in ("classes", "features"):
         method = RedGrape(**training_options)
-    if line == "classes_rank":
-        method = RedGrape(**training_options, prototype_rank=4)
     print("imported", flush=True)
     sys.stdin.readline()
     random = np.random.default_rng(0)

@@ -6,7 +6,7 @@ An encoder of 10 million parameters on vectors, synthetic long-tailed data (IR 5
 worker. Every way runs in a process of its own. Prints, as a Markdown table, the peak resident memory of that process;
 the bytes that a client receives (on average) and sends (on average, and the most that one sent) in a round, in
 multiples of the model's; the seconds of the last round; and whether memory stays within 4 GB, and both ways below five
-models. What these ways do to accuracy is measured by benchmarks/prototype_rank.py.
+models.
 """
 
 from __future__ import annotations
@@ -37,15 +37,7 @@ CLASSES, FEATURES, INPUTS, HIDDEN = 1000, 512, 256, (2560, 3072)
 HEAD, IR, CLIENTS, SAMPLED, ROUNDS = 50, 50.0, 20, 5, 3
 MEMORY, TIMES_THE_MODEL = 4.0, 5.0  # what is asked for: GB, and multiples of the model each way
 
-WAYS: dict[str, dict[str, Any]] = {
-    "exact": {},
-    "exact, sum": {"prototype_message": "sum"},
-    "exact, half, sum": {"prototype_precision": "half", "prototype_message": "sum"},
-    "rank 8": {"prototype_rank": 8},
-    "rank 4": {"prototype_rank": 4},
-    "rank 4, half": {"prototype_rank": 4, "prototype_precision": "half"},
-    "rank 4, half, sum": {"prototype_rank": 4, "prototype_precision": "half", "prototype_message": "sum"},
-}
+WAYS: dict[str, dict[str, Any]] = {"exact": {}}
 
 
 class Weighed(RedGrape):

@@ -76,9 +76,9 @@ class Attacked(InProcess):
         self._malicious, self._attack = malicious, attack
         self.answers: dict[int, Any] = {}
 
-    def run_clients(self, broadcast: Any, tasks: Any, round: int) -> Iterator[tuple[int, Answer | Lost]]:
+    def run_clients(self, broadcast: Any, clients: Any, states: Any, round: int) -> Iterator[tuple[int, Answer | Lost]]:
         self.answers = {}
-        for k, answer in super().run_clients(broadcast, tasks, round):
+        for k, answer in super().run_clients(broadcast, clients, states, round):
             bad = k in self._malicious and isinstance(answer, Answer)
             self.answers[k] = self._spoilt(answer) if bad else answer
             yield k, self.answers[k]

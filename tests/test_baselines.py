@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import redgrape as rg
 from redgrape import methods, report, testing, tree
 from redgrape.data.prepare import DataOptions, prepare
-from redgrape.engines import ClientHalf, Task
+from redgrape.engines import ClientHalf
 from redgrape.engines.in_process import InProcess
 from redgrape.errors import ConfigError
 from redgrape.method import ClientSite, ServerSite
@@ -335,7 +335,7 @@ def test_scaffolds_first_round_is_unweighted_fedavg() -> None:
     options: dict[str, Any] = {"epochs": 2, "batch_size": 3, "lr": 0.2}
     half = ClientHalf(FedAvg(momentum=0.0, **options), data, net, 0, 3, CPU)
     start = parameters()
-    deltas = [half.run(k, {"model": start}, Task(), 1).update["delta"] for k in range(4)]
+    deltas = [half.run(k, {"model": start}, None, 1).update["delta"] for k in range(4)]
     first = run(Scaffold(**options), data, count=3, asked=4)[0].server["model"]
     same(first, plus((1, start), *[(1 / 4, delta) for delta in deltas]), 1e-14)
     differ(first, run(FedAvg(momentum=0.0, **options), data, count=3, asked=4)[0].server["model"])
@@ -422,7 +422,7 @@ def test_feddyns_first_round_is_a_doubled_fedprox_step() -> None:
     options: dict[str, Any] = {"epochs": 2, "batch_size": 3, "lr": 0.2, "momentum": 0.0}
     start = parameters()
     half = ClientHalf(FedProx(mu=0.3, **options), data, net, 0, 3, CPU)
-    deltas = {k: half.run(k, {"model": start}, Task(), 1).update["delta"] for k in range(4)}
+    deltas = {k: half.run(k, {"model": start}, None, 1).update["delta"] for k in range(4)}
     state = run(FedDyn(a=0.3, **options), data, count=3, asked=4)[0]
     same(state.server["model"], plus((1, start), *[(2 / 4, d) for d in deltas.values()]), 1e-12)
     for k, d in deltas.items():
@@ -644,7 +644,7 @@ def test_climb_measures_in_evaluation_mode(monkeypatch: pytest.MonkeyPatch) -> N
     method = Climb(epochs=1, batch_size=4)
     half = ClientHalf(method, data, image_net, 0, 1, CPU)
     model = dict(image_net().state_dict())
-    update = half.run(0, {"model": model}, Task(), 1).update
+    update = half.run(0, {"model": model}, None, 1).update
     x, y = whole(data, 0)
     expected = float(F.cross_entropy(image_net().eval()(x), y).detach())
     assert float(update["received_loss"]) == pytest.approx(expected, rel=1e-12)

@@ -306,12 +306,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "the floor of examples": ({"name": "redgrape", "preset": "private", "min_count": 7}, "method.min_count is 7"),
     "the floor of sites": ({"name": "redgrape", "preset": "private", "min_clients": 2}, "method.min_clients is 2"),
     "exact prototypes": (
-        {"name": "redgrape", "preset": "private", "prototype_rank": "none"},
+        {"name": "redgrape", "preset": "private"},
         "class gradients of up to 9 examples can be solved for every one of them, and this method sends them from 8 on",
-    ),
-    "a rank as high as the floor": (
-        {"name": "redgrape", "preset": "private", "prototype_rank": 8},
-        "class gradients of up to 8 examples",
     ),
     "more sites than there are": (
         {"name": "redgrape", "preset": "private", "min_clients": 4},
@@ -341,17 +337,14 @@ def test_what_sites_would_refuse_is_refused_before_anything_starts(
 
 
 def test_exact_prototypes_are_for_sites_whose_floor_is_above_the_classes_and_for_secure_sums() -> None:
-    """With ten classes an exact gradient of up to nine examples can be solved for; of rank r, one of up to r."""
+    """With ten classes a gradient of up to nine examples can be solved for."""
     ten = options(data=TEN)
-    assert why_refused(RedGrape.preset("private"), ten) is None
-    assert why_refused(RedGrape.preset("private", prototype_rank=7), ten) is None
-    assert why_refused(RedGrape.preset("private", prototype_rank=None, min_count=10), ten) is None
+    assert "min_count to 10" in str(why_refused(RedGrape.preset("private"), ten))
+    assert why_refused(RedGrape.preset("private", min_count=10), ten) is None
     assert "min_count to 10" in str(why_refused(Creff.preset("private"), ten))
     assert why_refused(Creff.preset("private"), options()) is None  # of four classes three
     assert why_refused(RedGrape(use_prototypes=False, min_count=8), ten) is None
-    assert (
-        why_refused(RedGrape.preset("private", prototype_rank=None), options(data=TEN, secure_aggregation=True)) is None
-    )
+    assert why_refused(RedGrape.preset("private"), options(data=TEN, secure_aggregation=True)) is None
     assert why_refused(RedGrape(), options(data=TEN, min_count=1, min_clients=1)) is None
 
 
@@ -471,16 +464,14 @@ def sites(deployment: Deployment, federated: Federated) -> list[Site]:
     return [Site(SiteFolder(deployment.site(name)), federated.data(name)) for name in SITES]
 
 
-@pytest.mark.parametrize("method", ["scaffold", "redgrape", "logit_adjustment", "sums"])
+@pytest.mark.parametrize("method", ["scaffold", "redgrape", "logit_adjustment"])
 def test_the_engine_gives_the_bits_of_the_local_one(
     deployment: Deployment, sites: list[Site], federated: Federated, method: str
 ) -> None:
-    """With client state, with prototypes, with a survey, with messages of their own."""
+    """With client state, with prototypes, with a survey."""
     chosen = {"name": method, "batch_size": 8}
     if method == "logit_adjustment":
         chosen |= {"prior": "global"}
-    if method == "sums":
-        chosen |= {"name": "redgrape", "prototype_message": "sum"}
     folder, _ = _run(deployment, FakeGrid(deployment, sites), "a", method=chosen)
     state, _ = folder.latest()
     assert state is not None

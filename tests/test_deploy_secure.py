@@ -109,8 +109,8 @@ class Catching(InProcess):
 
     updates: dict[int, Any]
 
-    def run_clients(self, broadcast: Any, tasks: Any, round: int) -> Iterator[tuple[int, Answer | Lost]]:
-        answers = dict(super().run_clients(broadcast, tasks, round))
+    def run_clients(self, broadcast: Any, clients: Any, states: Any, round: int) -> Iterator[tuple[int, Answer | Lost]]:
+        answers = dict(super().run_clients(broadcast, clients, states, round))
         if round == 1:
             self.updates = {k: answer.update for k, answer in answers.items() if isinstance(answer, Answer)}
         yield from answers.items()

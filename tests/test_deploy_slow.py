@@ -89,9 +89,9 @@ class Absent:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
-    def run_clients(self, broadcast: Any, tasks: Any, round: int) -> Iterator[tuple[int, Answer | Lost]]:
-        here = {k: tasks[k] for k in tasks if k not in self._away.get(round, set())}
-        return self._inner.run_clients(broadcast, here, round)
+    def run_clients(self, broadcast: Any, clients: Any, states: Any, round: int) -> Iterator[tuple[int, Answer | Lost]]:
+        here = [k for k in clients if k not in self._away.get(round, set())]
+        return self._inner.run_clients(broadcast, here, states, round)
 
 
 def _locally_without(deployment: Local, name: str, away: Mapping[int, set[int]]) -> Any:

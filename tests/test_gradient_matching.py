@@ -15,7 +15,7 @@ import redgrape as rg
 from redgrape import gradient_matching, testing
 from redgrape.classifier_gradients import class_mean_gradients, mean_over_holders
 from redgrape.data.augment import Augment
-from redgrape.engines import ClientHalf, Task
+from redgrape.engines import ClientHalf
 from redgrape.engines.in_process import InProcess
 from redgrape.errors import ConfigError
 from redgrape.method import ClientSite, ServerSite
@@ -260,7 +260,7 @@ def test_features_of_absent_classes_stay() -> None:
     before, after = first.server["features"], second.server["features"]
     assert torch.equal(after[3], before[3])
     half = ClientHalf(method, data, awkward_net, 0, 2, CPU)
-    updates = {k: half.run(k, method.broadcast(first.server), Task(), 2).update for k in (0, 1)}
+    updates = {k: half.run(k, method.broadcast(first.server), None, 2).update for k in (0, 1)}
     target, held = mean_over_holders([u["class_gradients"] for u in updates.values()], first.server["psi"])
     psi = first.server["psi"]
     for c in held.nonzero().flatten().tolist():

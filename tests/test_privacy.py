@@ -23,8 +23,9 @@ import redgrape as rg
 from redgrape import accounting, cli, nets, noise, testing, tree
 from redgrape.accounting import Mechanism, epsilon
 from redgrape.class_reports import contributors
+from redgrape.classifier_gradients import class_mean_gradients
 from redgrape.disclosure import disclosed, in_words, leak_in_one_line
-from redgrape.engines import ClientHalf, Task
+from redgrape.engines import ClientHalf
 from redgrape.errors import ConfigError, StorageError
 from redgrape.experiment import Experiment
 from redgrape.method import ClientSite, ServerSite
@@ -35,7 +36,6 @@ from redgrape.methods.redgrape import RedGrape
 from redgrape.methods.scaffold import Scaffold
 from redgrape.numerics import same_bits_everywhere
 from redgrape.privacy_ledger import PrivacyLedger
-from redgrape.prototypes import Exact, LowRank
 from redgrape.runs import Run
 from redgrape.store import RunFolder
 
@@ -84,7 +84,7 @@ def one_round(
     site = site_of(len(counts), round, **more)
     before = tree.ordered(method.init_server(build().state_dict(), site)) if server is None else server
     broadcast = tree.ordered(method.broadcast(before))
-    updates = {k: half.run(k, broadcast, Task(), round).update for k in range(len(counts)) if sum(counts[k])}
+    updates = {k: half.run(k, broadcast, None, round).update for k in range(len(counts)) if sum(counts[k])}
     return before, updates, tree.ordered(method.server_update(before, method.counted(updates), site))
 
 
@@ -130,15 +130,14 @@ def test_the_private_preset_sends_and_releases_nothing_of_it() -> None:
     _, updates, after = one_round(method, counts)
     assert [u["prototypes"]["classes"].tolist() for u in updates.values()] == [[0, 1, 2], [0, 1], [0, 2]]
     assert after["seen"].tolist() == [True, False, False, False]  # only class 0 has three clients
-    for name in ("left", "right", "bias"):
+    for name in ("weight", "bias"):
         assert after["prototypes"][name][0].any()
         assert not after["prototypes"][name][1:].any()
         assert not method.broadcast(after)["prototypes"][name][1:].any()
 
 
 def test_floors_alone_do_not_stop_a_server_that_solves_for_the_features() -> None:
-    """Of n < C examples an exact prototype has as many equations as unknowns: all n feature vectors come out. One of
-    rank 1, as in the preset `private`, does not tell them apart."""
+    """Of n < C examples a prototype has as many equations as unknowns: all n feature vectors come out."""
     pytest.importorskip("scipy")
     spec = importlib.util.spec_from_file_location("prototype_attack", ROOT / "benchmarks" / "prototype_attack.py")
     assert spec is not None and spec.loader is not None
@@ -151,19 +150,17 @@ def test_floors_alone_do_not_stop_a_server_that_solves_for_the_features() -> Non
     torch.nn.init.zeros_(classifier.bias)
     h = torch.rand(4, 20, generator=random)
     labels = torch.full((4,), 3)
-    for rank, recovered in ((None, 4), (1, 0)):
-        form = Exact() if rank is None else LowRank(rank)
-        sent = form.local(classifier, [(h, labels)], torch.tensor([3]))
-        prototype = benchmark.exact({name: t[0] for name, t in sent.items()})
-        found = benchmark.fit(prototype, 3, classifier, 4, 50, 0)  # about half of the starts end in another minimum
-        errors = (torch.cdist(found, h) / h.norm(dim=1)).min(dim=0).values
-        assert int((errors < 0.1).sum()) == recovered
+    sent = class_mean_gradients(classifier, [(h, labels)], torch.tensor([3]))
+    prototype = {name: t[0] for name, t in sent.items()}
+    found = benchmark.fit(prototype, 3, classifier, 4, 50, 0)  # about half of the starts end in another minimum
+    errors = (torch.cdist(found, h) / h.norm(dim=1)).min(dim=0).values
+    assert int((errors < 0.1).sum()) == 4
 
 
 # Floors
 
 
-@pytest.mark.parametrize("form", [{}, {"prototype_rank": 2}, {"prototype_precision": "half"}, {"prototype_clip": 1e9}])
+@pytest.mark.parametrize("form", [{}, {"prototype_clip": 1e9}])
 def test_a_class_with_too_few_clients_keeps_its_last_release(form: dict[str, Any]) -> None:
     method = RedGrape(**small(min_clients=2, **form))
     _, _, first = one_round(method, [[5, 4, 3, 0], [4, 4, 0, 2], [3, 0, 0, 0]])
@@ -175,11 +172,15 @@ def test_a_class_with_too_few_clients_keeps_its_last_release(form: dict[str, Any
         assert torch.equal(table[1], first["prototypes"][name][1])  # one client: the last release stays
         assert not torch.equal(table[0], first["prototypes"][name][0])
         assert not table[3].any()
-    again, held = RedGrape(**small(**form))._global_prototypes(method.form.none(rgW(first)), updates, site_of(2))
+    again, held = RedGrape(**small(**form))._global_prototypes(no_table(rgW(first)), updates, site_of(2))
     assert held.tolist() == [True] * 4
     for name, table in again.items():
         for c in (0, 2):  # what is released is what it would be without the floor
             torch.testing.assert_close(second["prototypes"][name][c], table[c])
+
+
+def no_table(W: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: w.new_zeros(len(w), *w.shape) for name, w in W.items()}
 
 
 def rgW(server: Any) -> dict[str, Tensor]:
@@ -203,7 +204,7 @@ def test_no_release_of_too_few_clients_in_many_rounds() -> None:
     random = np.random.default_rng(0)
     classes, least, tries, releases = 100, 3, 0, 0
     method = RedGrape(min_clients=least)
-    table = method.form.none({"weight": torch.zeros(classes, 2), "bias": torch.zeros(classes)})
+    table = no_table({"weight": torch.zeros(classes, 2), "bias": torch.zeros(classes)})
     for _ in range(100):
         held = torch.from_numpy(random.random((6, classes)) < 0.35)
         numbers = torch.from_numpy(random.normal(size=(6, classes, classes, 3))).float()
@@ -248,18 +249,16 @@ def test_reporting_and_serving_are_two_questions() -> None:
         assert torch.equal(method.real_classes(site), counts >= T)
         assert torch.equal(method.reported(counts), counts >= least)
     assert not RedGrape(use_prototypes=False).reported(counts).any()
-    assert [RedGrape(prototype_rank=r).solvable(10) for r in (None, 1, 3)] == [9, 1, 3]
+    assert RedGrape().solvable(10) == 9
 
 
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"prototype_message": "sum", "threshold": 2, "min_count": 8}, "threshold=2 examples on, below min_count=8"),
         ({"dp_noise": 1.0}, "set dp_clip as well"),
         ({"dp_clip": 1.0, "aggregation": "median"}, "aggregation is median"),
         ({"prototype_noise": 1.0}, "set prototype_clip too"),
         ({"prototype_clip": 1.0, "prototype_weights": "count"}, "prototype_weights is count"),
-        ({"prototype_clip": 1.0, "prototype_rank": 2}, "prototype_rank is 2"),
         ({"prototype_clip": 1.0, "aggregation": "trimmed_mean"}, "aggregation is trimmed_mean"),
         ({"min_clients": 0}, "min_clients is 0"),
         ({"dp_delta": 1.0}, "dp_delta is 1"),
@@ -269,13 +268,6 @@ def test_what_would_promise_nothing_is_refused(options: dict[str, Any], says: st
     with pytest.raises(ConfigError, match=says) as refused:
         RedGrape(**options)
     assert "\n" not in str(refused.value)
-
-
-def test_what_goes_together_is_accepted() -> None:
-    RedGrape(prototype_message="sum", threshold=8, min_count=8)
-    RedGrape(prototype_message="sum", threshold=2, min_count=8, use_real_data=False)
-    RedGrape(prototype_message="sum", threshold=math.inf, min_count=8)
-    RedGrape(prototype_clip=1.0, prototype_precision="half", dp_clip=1.0)
 
 
 @pytest.mark.parametrize(
@@ -412,7 +404,7 @@ def test_noise_on_prototypes_falls_on_sums_and_numbers() -> None:
     method = RedGrape(min_clients=3, prototype_clip=2.0, prototype_noise=0.5, dp_randomness="seed")
     g = torch.full((C, 30), 0.05)
     sent = [{"classes": torch.tensor([1]), "weight": g[None], "bias": torch.zeros(1, C)} for _ in range(40)]
-    old = method.form.none({"weight": torch.zeros(C, 30), "bias": torch.zeros(C)})
+    old = no_table({"weight": torch.zeros(C, 30), "bias": torch.zeros(C)})
     scales, added, empty = [], [], 0
     for round in range(1, 41):
         table, released = method._noisy_prototypes(sent, old, 2.0, site_of(40, round))
@@ -839,8 +831,6 @@ def test_other_methods_are_told_of_too(
     [
         ({}, []),
         ({"prototype_weights": "count"}, ["of each client: the number of examples behind every class"]),
-        ({"prototype_message": "sum"}, ["of each client: the classes with at least 8 examples, in every round"]),
-        ({"prototype_message": "sum", "threshold": math.inf}, []),
     ],
 )
 def test_what_clients_tell_beside_their_gradients_is_in_the_report(

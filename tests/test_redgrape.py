@@ -593,9 +593,6 @@ def test_presets() -> None:
         "prototype_weights": "uniform",
         "prototype_view": "plain",
         "max_age": None,
-        "prototype_rank": None,
-        "prototype_precision": "single",
-        "prototype_message": "table",
         "use_prototypes": True,
         "use_real_data": True,
         "two_stream": True,
@@ -626,7 +623,7 @@ def test_presets() -> None:
     assert RedGrape() == RedGrape.preset("paper")
     assert {k: v for k, v in dict(RedGrape.preset("paper")).items() if k not in not_used} == paper
     assert {k: v for k, v in dict(RedGrape.preset("released")).items() if k not in not_used} == paper | released
-    private = {"min_count": 8, "min_clients": 3, "prototype_rank": 1}
+    private = {"min_count": 8, "min_clients": 3}
     assert {k: v for k, v in dict(RedGrape.preset("private")).items() if k not in not_used} == paper | private
     assert RedGrape.preset("released", clip_norm=None, lam=0.5) == RedGrape(**{**released, "clip_norm": None}, lam=0.5)
     with pytest.raises(ConfigError, match="unknown preset 'papr'; did you mean 'paper'"):

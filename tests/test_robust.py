@@ -278,8 +278,8 @@ def test_a_client_that_is_left_out_keeps_its_state() -> None:
 class Poisoning(InProcess):
     """The first two clients send the opposite, and a thousand times as far."""
 
-    def run_clients(self, broadcast: Any, tasks: Any, round: int) -> Any:
-        for k, answer in super().run_clients(broadcast, tasks, round):
+    def run_clients(self, broadcast: Any, clients: Any, states: Any, round: int) -> Any:
+        for k, answer in super().run_clients(broadcast, clients, states, round):
             if k < 2:
                 flat = {n: t * -1000 if n.startswith("delta") else t for n, t in tree.flatten(answer.update).items()}
                 answer = answer._replace(update=tree.unflatten(flat))
@@ -347,8 +347,8 @@ def test_settings_that_promise_nothing_are_refused_before_anything_is_read() -> 
 
 
 class Dropping(InProcess):
-    def run_clients(self, broadcast: Any, tasks: Any, round: int) -> Any:
-        return (pair for pair in super().run_clients(broadcast, tasks, round) if pair[0] < 6 or round == 1)
+    def run_clients(self, broadcast: Any, clients: Any, states: Any, round: int) -> Any:
+        return (pair for pair in super().run_clients(broadcast, clients, states, round) if pair[0] < 6 or round == 1)
 
 
 def test_a_round_with_fewer_answers_than_the_rule_needs_stops_the_run() -> None:

@@ -361,12 +361,12 @@ def test_a_site_keeps_to_one_sum(tmp_path: Path, federated: Federated, changes: 
 def test_a_site_adds_up_only_what_it_is_known_for(tmp_path: Path, federated: Federated) -> None:
     """No other questions, and no method whose updates do not add up."""
     _, sites = _deployed(tmp_path, federated)
-    for kind in ("join", "request", "sum"):
+    for kind in ("join", "sum"):
         with pytest.raises(ConfigError, match=f"a sum of '{kind}', which is not known here"):
             sites[0]._summand(_question("sum", of=kind), {})
-    low_rank = Experiment.parse({"net": {"name": "mlp"}, "method": {"name": "redgrape", "prototype_rank": 1}})
-    toml = deployed(low_rank, options()).to_toml()
-    with pytest.raises(ConfigError, match="cannot be summed: prototype_rank=1"):
+    median = Experiment.parse({"net": {"name": "mlp"}, "method": {"name": "fedavg", "aggregation": "median"}})
+    toml = deployed(median, options()).to_toml()
+    with pytest.raises(ConfigError, match="cannot be summed: aggregation=median"):
         sites[0]._summand(_question("sum", of="train", experiment=toml), {})
 
 
@@ -509,7 +509,7 @@ def _agreed(tmp_path: Path, federated: Federated) -> tuple[Deployment, FakeGrid]
     [
         (["--method", "climb"], "method 'climb' cannot run with secure aggregation: its server weighs every client"),
         (["--method", "fedic", "-c", "data.auxiliary=4"], "method 'fedic' cannot run with secure aggregation"),
-        (["-c", "method.prototype_rank=1"], "method 'redgrape' cannot run with secure aggregation: prototype_rank=1"),
+        (["-c", "method.prototype_clip=1"], "method 'redgrape' cannot run with secure aggregation: prototype_clip"),
         (["-c", "method.aggregation=median"], "aggregation=median compares single updates"),
         (["-c", "clients_per_round=2", "-c", "method.min_clients=1"], "clients_per_round is 2, and a secure sum needs"),
     ],

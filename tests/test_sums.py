@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch
 import redgrape as rg
 from redgrape import methods, nets, testing, tree
 from redgrape.acceptance import UpdateRejected
-from redgrape.engines import Answer, ClientHalf, Lost, ShareOfSum, Task
+from redgrape.engines import Answer, ClientHalf, Lost, ShareOfSum
 from redgrape.engines.in_process import InProcess
 from redgrape.errors import Diverged, RedgrapeError, TooFewClients
 from redgrape.flower import fixed_point
@@ -52,9 +52,9 @@ class Summing(InProcess):
         self.layouts: list[fixed_point.Layout] = []
 
     def run_clients(
-        self, broadcast: Tree, tasks: Mapping[int, Task], round: int
+        self, broadcast: Tree, clients: Sequence[int], states: Mapping[int, Tree], round: int
     ) -> Iterator[tuple[int, Answer | Lost]]:
-        answers = {k: a for k, a in super().run_clients(broadcast, tasks, round) if isinstance(a, Answer)}
+        answers = {k: a for k, a in super().run_clients(broadcast, clients, states, round) if isinstance(a, Answer)}
         method = self._half.method
         encoded = [fixed_point.encode(method.summand(a.update), len(answers)) for a in answers.values()]
         self.layouts += [layout for layout, _ in encoded]
@@ -99,9 +99,6 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("fedic", {}, "every client's own model"),
     ("balanced_softmax", {"prior": "estimated"}, "prior=estimated"),
     ("logit_adjustment", {"prior": "estimated"}, "prior=estimated"),
-    ("redgrape", {"prototype_rank": 1}, "prototype_rank=1"),
-    ("redgrape", {"prototype_precision": "half"}, "prototype_precision=half"),
-    ("redgrape", {"prototype_message": "sum"}, "prototype_message=sum"),
     ("redgrape", {"prototype_clip": 1.0}, "prototype_clip"),
     ("redgrape", {"dp_clip": 1.0}, "dp_clip"),
     ("fedavg", {"dp_clip": 1.0}, "dp_clip"),

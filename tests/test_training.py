@@ -330,16 +330,16 @@ class Remembering(FedAvg):
 class LosesClientOne(InProcess):
     """Until round 3."""
 
-    def run_clients(self, broadcast, tasks, round):
-        answers = super().run_clients(broadcast, tasks, round)
+    def run_clients(self, broadcast, clients, states, round):
+        answers = super().run_clients(broadcast, clients, states, round)
         return ((k, a) for k, a in answers if k != 1 or round == 3)
 
 
 class SpoilsClientOne(InProcess):
     """Until round 3."""
 
-    def run_clients(self, broadcast, tasks, round):
-        for k, answer in super().run_clients(broadcast, tasks, round):
+    def run_clients(self, broadcast, clients, states, round):
+        for k, answer in super().run_clients(broadcast, clients, states, round):
             if k == 1 and round < 3:
                 answer.update["delta"]["classifier.bias"][0] = math.nan
             yield k, answer
@@ -615,11 +615,11 @@ def test_a_worker_lost_between_two_rounds_is_replaced(tmp_path: Path) -> None:
     half = accident(file=str(tmp_path / "happened"))
 
     class KilledBeforeEveryRound(Pool):
-        def run_clients(self, broadcast, tasks, round):
+        def run_clients(self, broadcast, clients, states, round):
             victim = self._workers[round % 2].process
             os.kill(victim.pid, signal.SIGKILL)
             victim.join()
-            return super().run_clients(broadcast, tasks, round)
+            return super().run_clients(broadcast, clients, states, round)
 
     with KilledBeforeEveryRound(half, 2) as pool:
         pooled = after_three_rounds(half, pool)

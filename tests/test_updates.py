@@ -47,7 +47,7 @@ class Replay(InProcess):
         super().__init__(half)
         self._answers = answers
 
-    def run_clients(self, broadcast: Any, tasks: Any, round: int) -> Iterator[tuple[int, Answer | Lost]]:
+    def run_clients(self, broadcast: Any, clients: Any, states: Any, round: int) -> Iterator[tuple[int, Answer | Lost]]:
         return iter(self._answers)
 
 
@@ -82,8 +82,7 @@ def first_round(method: Method) -> tuple[RunState, Answers]:
     )
     assert state.record["rejected"] == {}
     broadcast = tree.ordered(method.broadcast(state.server))
-    tasks = {k: rg.engines.Task(state.clients.get(k)) for k in CASE.eligible}
-    return state, list(InProcess(half).run_clients(broadcast, tasks, 2))
+    return state, list(InProcess(half).run_clients(broadcast, CASE.eligible, state.clients, 2))
 
 
 # How to spoil an answer: each returns the answer's new form, or None where it cannot be spoilt so.
@@ -358,7 +357,7 @@ def test_engines_say_which_round_an_answer_is_for(engine: Any) -> None:
     server = method.init_server(dict(CASE.build().state_dict()), testing._server_site(CASE))
     with engine(half) as running:
         for t in (1, 2):
-            found = dict(running.run_clients(method.broadcast(server), {k: rg.engines.Task() for k in (0, 1)}, t))
+            found = dict(running.run_clients(method.broadcast(server), [0, 1], {}, t))
             assert {k: answer.round for k, answer in found.items()} == {0: t, 1: t}
 
 
@@ -428,7 +427,6 @@ def test_reasons() -> None:
     ("name", "options", "group"),
     [
         ("redgrape", {}, "prototypes"),
-        ("redgrape", {"prototype_rank": 1}, "prototypes"),
         ("creff", {}, "class_gradients"),
     ],
 )
@@ -442,10 +440,6 @@ def test_class_gradients_that_were_turned_round_are_rejected(name: str, options:
     assert "no gradient of a cross-entropy" in state.record["rejected"]["1"]
 
 
-def _turned(t: Any) -> Any:
-    return {**t, "half": -t["half"]} if isinstance(t, Mapping) else -t
-
-
 def _own_turned(weight: Tensor, classes: Tensor) -> Tensor:
     turned = weight.clone()
     turned[range(len(classes)), classes] *= -1
@@ -455,27 +449,8 @@ def _own_turned(weight: Tensor, classes: Tensor) -> Tensor:
 TURNED: dict[str, tuple[str, dict[str, Any], Callable[[Any], Any]]] = {
     "weight": ("redgrape", {}, lambda g: {"weight": -g["weight"]}),
     "weight, creff": ("creff", {}, lambda g: {"weight": -g["weight"]}),
-    "weight in half precision": (
-        "redgrape",
-        {"prototype_precision": "half"},
-        lambda g: {"weight": _turned(g["weight"])},
-    ),
-    "both in half precision": (
-        "redgrape",
-        {"prototype_precision": "half"},
-        lambda g: {name: _turned(g[name]) for name in ("weight", "bias")},
-    ),
     "own row": ("redgrape", {}, lambda g: {"weight": _own_turned(g["weight"], g["classes"])}),
     "weight, small": ("redgrape", {}, lambda g: {"weight": -1e-3 * g["weight"]}),
-    "left": ("redgrape", {"prototype_rank": 1}, lambda g: {"left": -g["left"]}),
-    "right": ("redgrape", {"prototype_rank": 1}, lambda g: {"right": -g["right"]}),
-    "left of rank 2": ("redgrape", {"prototype_rank": 2}, lambda g: {"left": -g["left"]}),
-    "own row of left": ("redgrape", {"prototype_rank": 2}, lambda g: {"left": _own_turned(g["left"], g["classes"])}),
-    "left in half precision": (
-        "redgrape",
-        {"prototype_rank": 1, "prototype_precision": "half"},
-        lambda g: {"left": _turned(g["left"])},
-    ),
 }
 
 
@@ -505,25 +480,6 @@ def test_nets_whose_features_are_never_negative(net: str, known: bool) -> None:
         assert bool((built.encoder(x) >= 0).all()) is known
     behind = nn.Sequential(built.encoder, nn.Linear(built.classifier.in_features, 3))
     assert not never_negative(behind)
-
-
-@pytest.mark.parametrize("exponent", [40, 200, 2000, 32767])
-@pytest.mark.parametrize("table", ["weight", "bias"])
-def test_exponents_of_half_precision_beyond_all_measure_are_rejected(table: str, exponent: int) -> None:
-    """Also those whose numbers no float can hold, and those of a row of zeros."""
-    method = small("redgrape", prototype_precision="half")
-    start, answers = first_round(method)
-    honest = dict(answers)
-    alone = after(method, [(0, honest[0])], start)
-    sent = honest[1].update["prototypes"]
-    high = {"half": sent[table]["half"], "exponent": torch.full_like(sent[table]["exponent"], exponent)}
-    zero = {**high, "half": torch.zeros_like(high["half"])} if exponent > 1100 else high
-    for packed in (high, zero):
-        update = {**honest[1].update, "prototypes": {**sent, table: packed}}
-        state = after(method, [(0, honest[0]), (1, honest[1]._replace(update=update))], start)
-        reason = state.record["rejected"]["1"]
-        assert "'prototypes' has the length" in reason or (table == "bias" and "no gradient" in reason)
-        assert tree.equal(state.server, alone.server)
 
 
 @pytest.mark.parametrize("factor", [1e7, 1e20, 1e36])

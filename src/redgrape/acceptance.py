@@ -15,15 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from redgrape import half_precision, tree
-from redgrape.prototypes import truncated
+from redgrape import tree
 from redgrape.tree import Tensors, Tree
 
 MOST_EXAMPLES = 10**9  # that a client may claim where it has not declared how many it holds
 LONGEST = 1e4  # times the model's own length: no group of an update is longer, unless training diverges
-_SLACK = 1e-3  # of what a class gradient must be; it may have been rounded to half precision
+_SLACK = 1e-3  # of what a class gradient must be
 _TINY = 1e-5  # for a class that is learnt to the last bit, whose gradient is rounding alone
-_FACTOR_SLACK = 0.1  # of the leading part of factors, in which rounding counts for more
 
 
 class UpdateRejected(Exception):
@@ -141,7 +139,7 @@ def _length(group: Tree) -> float:
     lengths = []
     for value in group.values():
         if isinstance(value, Mapping):
-            lengths.append(half_precision.length(value) if value.keys() == {"half", "exponent"} else _length(value))
+            lengths.append(_length(value))
         elif value.is_floating_point():
             lengths.append(float(torch.linalg.vector_norm(value)))
     return math.hypot(*lengths)
@@ -242,49 +240,21 @@ def _wrong_bias(gradients: Tree, classes: Tensor) -> Tensor:
     others, within one of zero. A prototype that was turned round, to push away from its class, is not."""
     if "bias" not in gradients:
         return torch.zeros(len(classes), dtype=torch.bool)
-    bias = _unpacked(gradients["bias"])
+    bias = gradients["bias"].double()
     towards = torch.where(_own(classes, bias), -bias, bias)
     return ((towards < -_SLACK) | (towards > 1 + _SLACK)).any(dim=1)
 
 
 def _wrong_signs(gradients: Tree, classes: Tensor) -> Tensor:
     """That for the weights is the mean of (p - e_c) h^T, so that for h >= 0 each row has the sign of the bias's number:
-    every number of it, or, of factors, the leading part u v^T (Perron and Frobenius: of a matrix without a negative
-    number, it has none either; here with the sign of the class's own row turned)."""
-    if "left" in gradients:
-        return _wrong_factors(_unpacked(gradients["left"]), _unpacked(gradients["right"]), classes)
-    packed = gradients["weight"]
-    table = packed["half"] if isinstance(packed, Mapping) else packed
+    every number of it."""
+    table = gradients["weight"]
     least, most = table.amin(dim=2).double(), table.amax(dim=2).double()
     own = _own(classes, least)
     largest = torch.maximum(-least, most).amax(dim=1)
-    tiny = torch.full_like(largest, _TINY)
-    if isinstance(packed, Mapping):
-        tiny = torch.ldexp(tiny, -packed["exponent"].long())
-    slack = (_SLACK * largest + tiny)[:, None]
+    slack = (_SLACK * largest + _TINY)[:, None]
     return torch.where(own, most > slack, least < -slack).any(dim=1)
-
-
-def _wrong_factors(left: Tensor, right: Tensor, classes: Tensor) -> Tensor:
-    wrong = torch.zeros(len(classes), dtype=torch.bool)
-    for i, c in enumerate(classes.tolist()):
-        A, B = (t / t.abs().max().clamp(min=1e-300) for t in (left[i], right[i]))
-        u, v = (t.flatten() for t in truncated(A, B, 1))
-        u[c] = -u[c]
-        (above_u, below_u), (above_v, below_v) = ((t.clamp(min=0).norm(), t.clamp(max=0).norm()) for t in (u, v))
-        good = torch.hypot(above_u * above_v, below_u * below_v)
-        bad = torch.hypot(above_u * below_v, below_u * above_v)
-        wrong[i] = bad > _FACTOR_SLACK * good
-    return wrong
 
 
 def _own(classes: Tensor, table: Tensor) -> Tensor:
     return torch.nn.functional.one_hot(classes, table.shape[1]).bool()
-
-
-def _unpacked(table: Tensor | Tensors) -> Tensor:
-    """In float64; a stranger's exponent may give infinity, or NaN, for which `check_length` is there."""
-    if isinstance(table, Tensor):
-        return table.double()
-    numbers = table["half"].double()
-    return torch.ldexp(numbers, table["exponent"].long().reshape(-1, *[1] * (numbers.dim() - 1)))

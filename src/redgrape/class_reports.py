@@ -39,7 +39,6 @@ class ClassReports(Averaging):
     )
 
     class_group: ClassVar[str]  # the group of an update that has the class gradients
-    less_solvable: ClassVar[str] = ""  # what to choose so that `solvable` is less, as the beginning of a hint
 
     @property
     def reports_classes(self) -> bool:

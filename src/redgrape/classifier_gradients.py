@@ -11,11 +11,11 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from redgrape.half_precision import unpack
 from redgrape.tree import Tensors, Tree
 
 _BLOCK = 1 << 22  # numbers of the outer products that are held at once
 _TABLE_BLOCK = 1 << 25  # numbers of a table that are averaged or summed at once
+_ROWS = 64  # sums over classes are cut at multiples of it, which leaves their bits as those of the uncut sum
 
 
 @torch.no_grad()
@@ -68,7 +68,7 @@ def mean_over_holders(
 ) -> tuple[Tensors, Tensor]:
     """The mean of the clients' class gradients over those that hold a class, and which classes somebody holds.
 
-    Each client sent `classes` [m] with weight [m, C, d] and bias [m, C], packed or not; the mean is over all C classes.
+    Each client sent `classes` [m] with weight [m, C, d] and bias [m, C]; the mean is over all C classes.
     Where nobody holds one it is that of `old`, or zero. `weights`: for each client a number for each of its classes
     (None: all clients count alike). Means are made in float64, of some classes at a time.
     """
@@ -82,12 +82,26 @@ def mean_over_holders(
             sums = torch.zeros(block.stop - block.start, *like.shape, dtype=torch.float64)
             for gradients, w in zip(sent, each, strict=True):
                 rows, classes = rows_within(gradients["classes"], block)
-                mine = unpack(gradients[name], torch.float64, rows).mul_(per_class(w[rows], sums))
+                mine = gradients[name][rows].double().mul_(per_class(w[rows], sums))
                 sums.index_add_(0, classes - block.start, mine)
             sums /= per_class(total[block].clamp(min=1), sums)
             mean[block] = torch.where(per_class(held[block], sums), sums.to(mean.dtype), mean[block])
         means[name] = mean
     return means, held
+
+
+def table_sum(table: Tensors, classes: Tensor, dtype: torch.dtype) -> Tensors:
+    """The sum of a table over the classes of this mask: weight [C, d] and bias [C]. By blocks of the second axis,
+    so that the chosen classes are never copied all at once."""
+    sums: Tensors = {}
+    for name, t in table.items():
+        total = torch.zeros(t.shape[1:], dtype=dtype)
+        groups = max(1, t.shape[1] // _ROWS)  # the last one also has what is left over
+        for block in table_blocks(groups, _ROWS * len(t) * t.shape[2:].numel()):
+            rows = slice(block.start * _ROWS, None if block.stop == groups else block.stop * _ROWS)
+            total[rows] = t[:, rows][classes].to(dtype).sum(dim=0)
+        sums[name] = total
+    return sums
 
 
 def weights_of_holders(sent: Sequence[Tree], C: int, weights: Sequence[Tensor] | None) -> tuple[list[Tensor], Tensor]:

@@ -108,8 +108,8 @@ class ServerSite(Site):
 class Method(LocalTraining, ABC):
     """Hyper-parameters as frozen, checked fields; the two halves as pure functions.
 
-    One round: server -> broadcast(), with message() for each client -> engine -> client_update() at each client ->
-    {client: update} -> server_update() -> server. `server["model"]` is always what one would deploy and evaluate. Every
+    One round: server -> broadcast() -> engine -> client_update() at each client -> {client: update} -> server_update()
+    -> server. `server["model"]` is always what one would deploy and evaluate. Every
     `server_update` accepts the updates of any non-empty subset of the clients asked.
     """
 
@@ -170,19 +170,6 @@ class Method(LocalTraining, ABC):
     @abstractmethod
     def broadcast(self, server: Tree) -> Tree:
         """What every client of a round receives."""
-
-    def asks_first(self) -> bool:
-        """Whether clients are asked for a `request` before a round, which costs a way there and back."""
-        return type(self).message is not Method.message
-
-    def request(self, site: ClientSite) -> Tree:
-        """What a client tells the server in a round it is sampled for, so that the server can make a message for it
-        alone. Asked only where `asks_first` says so."""
-        return {}
-
-    def message(self, server: Tree, request: Tree, site: ServerSite) -> Tree:
-        """What one client receives beside the broadcast; its `client_update` finds it among the broadcast's names."""
-        return {}
 
     @abstractmethod
     def client_update(self, broadcast: Tree, state: Tree, site: ClientSite) -> tuple[Tree, Tree]:

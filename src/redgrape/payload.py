@@ -10,7 +10,7 @@ import torch
 from redgrape import nets, tree
 from redgrape.data.examples import Examples
 from redgrape.data.federation import Federation
-from redgrape.engines import ClientHalf, Task
+from redgrape.engines import ClientHalf
 from redgrape.method import Method, ServerSite
 from redgrape.tree import Tree
 
@@ -51,5 +51,5 @@ def _one_client_round(
     site = ServerSite(build, 1, num_classes, 0, 0, 1, _CPU, examples, dict(half.survey([0]))[0])
     server = tree.ordered(method.init_server(build().state_dict(), site))
     broadcast = tree.ordered(method.broadcast(server))
-    answer = half.run(0, broadcast, Task(), 1)
+    answer = half.run(0, broadcast, None, 1)
     return site, server, broadcast, answer.update, answer.state

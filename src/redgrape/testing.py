@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from redgrape import keys, nets, tree
 from redgrape.data.examples import Examples
 from redgrape.data.federation import Federation
-from redgrape.engines import Answer, ClientHalf, Engine, Lost, Task
+from redgrape.engines import Answer, ClientHalf, Engine, Lost
 from redgrape.engines.in_process import InProcess
 from redgrape.engines.pool import Pool
 from redgrape.method import ClientId, Method, ServerSite
@@ -144,15 +144,12 @@ def updates_share_no_memory(method: Method) -> None:
     """An update looks neither into the broadcast nor into the client's data."""
     case = _Case()
     data = case.federation.train
-    to_all: dict[int, str] = {}
     places: dict[int, str] = {}
     for passed in _exchange(method, case):
         flat = tree.flatten(passed.tree)
         found = {_memory(t): f"the {passed.kind}'s '{name}'" for name, t in flat.items()}
         if passed.kind == "broadcast":
-            to_all = {_memory(data.x): "the client's inputs", _memory(data.y): "the client's labels", **found}
-        if passed.kind == "message":  # those of other clients are gone, and their memory is used again
-            places = {**to_all, **found}
+            places = {_memory(data.x): "the client's inputs", _memory(data.y): "the client's labels", **found}
         if passed.kind == "update":
             for name, t in flat.items():
                 if t.numel() and _memory(t) in places:
@@ -336,8 +333,7 @@ def sums_are_enough_where_it_says_so(method: Method) -> None:
         sampled = sample_clients(case.eligible, case.clients_per_round, SEED, t)
         updates: dict[ClientId, Tree] = {}
         for k in sampled:
-            message = method.message(server, method.request(half.site(k, t)), place)
-            updates[k], states[k], _ = half.run(k, method.broadcast(server), Task(states.get(k), message), t)
+            updates[k], states[k], _ = half.run(k, method.broadcast(server), states.get(k), t)
         with same_bits_everywhere():
             stand_ins = method.stand_ins(_sum([method.summand(u) for u in updates.values()]), sampled, torch.float64)
             new, same = (method.server_update(server, u, place) for u in (updates, stand_ins))
@@ -390,10 +386,10 @@ class _Reversed(InProcess):
     """Runs the clients, and returns their answers, in reversed order."""
 
     def run_clients(
-        self, broadcast: Tree, tasks: Mapping[ClientId, Task], round: int
+        self, broadcast: Tree, clients: Sequence[ClientId], states: Mapping[ClientId, Tree], round: int
     ) -> Iterator[tuple[ClientId, Answer | Lost]]:
-        for k in reversed(list(tasks)):
-            yield from super().run_clients(broadcast, {k: tasks[k]}, round)
+        for k in reversed(clients):
+            yield from super().run_clients(broadcast, [k], states, round)
 
 
 class _Dropping(InProcess):
@@ -404,9 +400,9 @@ class _Dropping(InProcess):
         self._keep = keep
 
     def run_clients(
-        self, broadcast: Tree, tasks: Mapping[ClientId, Task], round: int
+        self, broadcast: Tree, clients: Sequence[ClientId], states: Mapping[ClientId, Tree], round: int
     ) -> Iterator[tuple[ClientId, Answer | Lost]]:
-        answers = list(super().run_clients(broadcast, tasks, round))
+        answers = list(super().run_clients(broadcast, clients, states, round))
         return (answers[i] for i in self._keep)
 
 
@@ -418,9 +414,9 @@ class _Spoiling(InProcess):
         self._spoil = spoil
 
     def run_clients(
-        self, broadcast: Tree, tasks: Mapping[ClientId, Task], round: int
+        self, broadcast: Tree, clients: Sequence[ClientId], states: Mapping[ClientId, Tree], round: int
     ) -> Iterator[tuple[ClientId, Answer | Lost]]:
-        for place, (k, answer) in enumerate(super().run_clients(broadcast, tasks, round)):
+        for place, (k, answer) in enumerate(super().run_clients(broadcast, clients, states, round)):
             if place == 1 and isinstance(answer, Answer):
                 yield k, answer._replace(update=self._spoil(tree.flatten(answer.update)))
             else:
@@ -482,7 +478,7 @@ def _run(
 class _Passed(NamedTuple):
     """A tree on its way from one half of a method to the other."""
 
-    kind: Literal["server", "broadcast", "message", "update", "state"]
+    kind: Literal["server", "broadcast", "update", "state"]
     what: str
     tree: Tree
 
@@ -499,9 +495,7 @@ def _exchange(method: Method, case: _Case | None = None) -> Iterator[_Passed]:
         yield _Passed("broadcast", f"the broadcast of round {t}", broadcast)
         updates: dict[ClientId, Tree] = {}
         for k in sample_clients(case.eligible, case.clients_per_round, SEED, t):
-            message = method.message(server, method.request(half.site(k, t)), replace(site, round=t))
-            yield _Passed("message", f"client {k}'s message of round {t}", message)
-            updates[k], states[k], _ = half.run(k, broadcast, Task(states.get(k), message), t)
+            updates[k], states[k], _ = half.run(k, broadcast, states.get(k), t)
             yield _Passed("update", f"client {k}'s update of round {t}", updates[k])
             yield _Passed("state", f"client {k}'s state after round {t}", states[k])
         with same_bits_everywhere():

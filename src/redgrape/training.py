@@ -19,7 +19,7 @@ from redgrape import engines, keys, tree
 from redgrape.acceptance import MOST_EXAMPLES, Declared, NotFinite, UpdateRejected, check_length, first_not_finite
 from redgrape.aggregation import Averaging
 from redgrape.data.federation import Federation
-from redgrape.engines import Answer, ClientHalf, Engine, Lost, ShareOfSum, Task
+from redgrape.engines import Answer, ClientHalf, Engine, Lost, ShareOfSum
 from redgrape.errors import ConfigError, DataError, Diverged, RedgrapeError, TooFewClients
 from redgrape.features import batchnorms
 from redgrape.method import ClientId, Method, ServerSite
@@ -108,7 +108,6 @@ def _round(
     min_answers: int,
 ) -> RunState:
     broadcast = tree.ordered(method.broadcast(state.server))
-    tasks = _Tasks(method, engine, state, sampled, site)
     like = method.update_like(state.server, site)
 
     def check(client: ClientId | None, update: Tree) -> None:
@@ -117,7 +116,7 @@ def _round(
         check_length(update, state.server["model"])
 
     answers = _Answers(sampled, site.round, check, shelf)
-    for k, answer in engine.run_clients(broadcast, tasks, site.round):
+    for k, answer in engine.run_clients(broadcast, sampled, state.clients, site.round):
         answers.take(k, answer)
     updates = answers.updates()
     answers.must_be(max(min_answers, method.fewest_answers()))
@@ -134,7 +133,7 @@ def _round(
         "lost": {str(k): reason for k, reason in answers.lost.items()},
         **({"left_out": [k for k in updates if k not in counted]} if len(counted) < len(updates) else {}),
         "train_loss": _mean_loss(updates),
-        "bytes_down": len(sampled) * tree.num_bytes(broadcast) + sum(tasks.message_bytes.values()),
+        "bytes_down": len(sampled) * tree.num_bytes(broadcast),
         "bytes_up": sum(tree.num_bytes(update) for update in updates.values()),
         **{name: value.tolist() for name, value in method.log(server, counted).items()},
     }
@@ -217,33 +216,6 @@ def sum_refused(round: int, reason: UpdateRejected) -> RedgrapeError:
     """For a sum over the clients that must not count. Who is to blame cannot be told."""
     words = f"the sum over the clients of round {round} is not taken: {reason}; nothing of it was applied"
     return Diverged(f"DIVERGED: {words}; {_ADVICE}") if isinstance(reason, NotFinite) else TooFewClients(words)
-
-
-class _Tasks(Mapping[ClientId, Task]):
-    """The tasks of a round's clients, each made when it is looked up."""
-
-    def __init__(
-        self, method: Method, engine: Engine, state: RunState, sampled: Sequence[ClientId], site: ServerSite
-    ) -> None:
-        self._method, self._state, self._sampled, self._site = method, state, sampled, site
-        self._requests: Mapping[ClientId, Tree] = {}
-        if method.asks_first():
-            self._requests = dict(engine.requests(sampled, site.round))
-        self.message_bytes: dict[ClientId, int] = {}
-
-    def __getitem__(self, client: ClientId) -> Task:
-        state = self._state.clients.get(client)
-        if client not in self._requests:
-            return Task(state)
-        message = tree.ordered(self._method.message(self._state.server, self._requests[client], self._site))
-        self.message_bytes[client] = tree.num_bytes(message)
-        return Task(state, message)
-
-    def __iter__(self) -> Iterator[ClientId]:
-        return iter(self._sampled)
-
-    def __len__(self) -> int:
-        return len(self._sampled)
 
 
 def _first_state(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType, TracebackType
+from types import TracebackType
 from typing import Literal, NamedTuple, Protocol, Self, TypeAlias
 
 import torch
@@ -21,14 +21,6 @@ from redgrape.numerics import keep_freed_memory, same_bits_everywhere
 from redgrape.tree import Tensors, Tree
 
 Split: TypeAlias = Literal["test", "validation"]
-
-
-class Task(NamedTuple):
-    """What one client gets for a round beside the broadcast: its state (None before its first round), and a message of
-    its own."""
-
-    state: Tree | None = None
-    message: Tree = MappingProxyType({})
 
 
 class Answer(NamedTuple):
@@ -54,15 +46,11 @@ class Engine(Protocol):
     """Runs the client half of a method somewhere, and evaluates models where the clients run."""
 
     def run_clients(
-        self, broadcast: Tree, tasks: Mapping[ClientId, Task], round: int
+        self, broadcast: Tree, clients: Sequence[ClientId], states: Mapping[ClientId, Tree], round: int
     ) -> Iterator[tuple[ClientId, Answer | Lost]]:
-        """One round of the clients that `tasks` names: their answers as they arrive, in any order. May answer for fewer
-        than were asked, and say why. Nothing is checked here. A task is made when it is looked up, so that not all of
-        them are in memory at once."""
-        ...
-
-    def requests(self, clients: Sequence[ClientId], round: int) -> Iterator[tuple[ClientId, Tree]]:
-        """These clients' answers to Method.request."""
+        """One round of these clients: their answers as they arrive, in any order. May answer for fewer than were asked,
+        and say why. Nothing is checked here. `states` has those of the clients that have one; each may lie on a disk
+        and is looked up when its client runs, so that not all of them are in memory at once."""
         ...
 
     def survey(self, clients: Sequence[ClientId]) -> Iterator[tuple[ClientId | None, Tree]]:
@@ -105,13 +93,13 @@ class ClientHalf:
             self.federation.client(client),
         )
 
-    def run(self, client: ClientId, broadcast: Tree, task: Task, round: int) -> Answer:
+    def run(self, client: ClientId, broadcast: Tree, state: Tree | None, round: int) -> Answer:
+        """One client's round. `state`: None before its first."""
         keep_freed_memory()
         site = self.site(client, round)
-        received = {**broadcast, **task.message}
         with same_bits_everywhere(), keys.global_stream(keys.key(self.seed, "global", round, client)):
-            before = self.method.init_client(received) if task.state is None else task.state
-            return Answer(*self.method.client_update(received, before, site), round)
+            before = self.method.init_client(broadcast) if state is None else state
+            return Answer(*self.method.client_update(broadcast, before, site), round)
 
     def groups(self, clients: Iterable[ClientId]) -> list[list[ClientId]]:
         """The clients that are run together, the largest first: one by one, or stacks of equal size."""
@@ -122,22 +110,17 @@ class ClientHalf:
         return [same[i : i + self.stack] for same in largest_first for i in range(0, len(same), self.stack)]
 
     def run_group(
-        self, clients: Sequence[ClientId], broadcast: Tree, tasks: Sequence[Task], round: int
+        self, clients: Sequence[ClientId], broadcast: Tree, states: Mapping[ClientId, Tree], round: int
     ) -> list[Answer]:
         if self.stack == 1:
-            return [self.run(k, broadcast, task, round) for k, task in zip(clients, tasks, strict=True)]
+            return [self.run(k, broadcast, states.get(k), round) for k in clients]
         from redgrape.engines import stacked  # torch.func takes a second to import
 
         keep_freed_memory()
         with same_bits_everywhere():
-            states = [self.method.init_client(broadcast) if task.state is None else task.state for task in tasks]
-            answers = stacked.run(self.method, broadcast, states, [self.site(k, round) for k in clients])
+            before = [states[k] if k in states else self.method.init_client(broadcast) for k in clients]
+            answers = stacked.run(self.method, broadcast, before, [self.site(k, round) for k in clients])
         return [Answer(*answer, round) for answer in answers]
-
-    def requests(self, clients: Sequence[ClientId], round: int) -> Iterator[tuple[ClientId, Tree]]:
-        for client in clients:
-            with same_bits_everywhere():
-                yield client, self.method.request(self.site(client, round))
 
     def survey(self, clients: Sequence[ClientId]) -> Iterator[tuple[ClientId, Tree]]:
         for client in sorted(clients):

@@ -7,7 +7,7 @@ from types import TracebackType
 from typing import Self
 
 from redgrape import evaluate, tree
-from redgrape.engines import Answer, ClientHalf, Lost, Split, Task
+from redgrape.engines import Answer, ClientHalf, Lost, Split
 from redgrape.evaluate import Scores
 from redgrape.method import ClientId
 from redgrape.tree import Tensors, Tree
@@ -18,15 +18,12 @@ class InProcess:
         self._half = half
 
     def run_clients(
-        self, broadcast: Tree, tasks: Mapping[ClientId, Task], round: int
+        self, broadcast: Tree, clients: Sequence[ClientId], states: Mapping[ClientId, Tree], round: int
     ) -> Iterator[tuple[ClientId, Answer | Lost]]:
-        for clients in sorted(self._half.groups(tasks)):
-            answers = self._half.run_group(clients, broadcast, [tasks[k] for k in clients], round)
-            for k, answer in zip(clients, answers, strict=True):
+        for group in sorted(self._half.groups(clients)):
+            answers = self._half.run_group(group, broadcast, states, round)
+            for k, answer in zip(group, answers, strict=True):
                 yield k, Answer(tree.ordered(answer.update), tree.ordered(answer.state), answer.round)
-
-    def requests(self, clients: Sequence[ClientId], round: int) -> Iterator[tuple[ClientId, Tree]]:
-        return self._half.requests(clients, round)
 
     def survey(self, clients: Sequence[ClientId]) -> Iterator[tuple[ClientId, Tree]]:
         return self._half.survey(clients)

@@ -32,7 +32,7 @@ from typing import Any, NamedTuple, Self
 import torch
 
 from redgrape import evaluate
-from redgrape.engines import Answer, ClientHalf, Lost, Split, Task
+from redgrape.engines import Answer, ClientHalf, Lost, Split
 from redgrape.engines.shared_memory import Mailbox, SharedFederation
 from redgrape.errors import ConfigError, RedgrapeError
 from redgrape.evaluate import Scores
@@ -87,15 +87,13 @@ class Pool:
         return _Worker(process, ours, inbox, outbox)
 
     def run_clients(
-        self, broadcast: Tree, tasks: Mapping[ClientId, Task], round: int
+        self, broadcast: Tree, clients: Sequence[ClientId], states: Mapping[ClientId, Tree], round: int
     ) -> Iterator[tuple[ClientId, Answer | Lost]]:
-        groups = {clients[0]: clients for clients in self._half.groups(tasks)}
+        groups = {group[0]: group for group in self._half.groups(clients)}
 
         def job(first: ClientId) -> _Job:
-            of_each = {k: tasks[k] for k in groups[first]}
-            states = {str(k): task.state for k, task in of_each.items() if task.state is not None}
-            messages = {str(k): task.message for k, task in of_each.items()}
-            return _Job((groups[first], set(states), round), {"states": states, "messages": messages})
+            of_group = {str(k): states[k] for k in groups[first] if k in states}
+            return _Job((groups[first], set(of_group), round), {"states": of_group})
 
         for first, answers in self._run("client", list(groups), job, broadcast):
             for k in groups[first]:
@@ -104,9 +102,6 @@ class Pool:
                 else:
                     answer = answers[str(k)]
                     yield k, Answer(answer.get("update", {}), answer.get("state", {}), int(answer["round"]))
-
-    def requests(self, clients: Sequence[ClientId], round: int) -> Iterator[tuple[ClientId, Tree]]:
-        return self._half.requests(clients, round)
 
     def survey(self, clients: Sequence[ClientId]) -> Iterator[tuple[ClientId, Tree]]:
         return self._half.survey(clients)
@@ -366,12 +361,9 @@ def _serve(
                 outbox.clear()  # what was answered before is used up
             if kind == "client":
                 clients, with_state, round = details
-                states, messages = received.get("states", {}), received.get("messages", {})
-                tasks = [
-                    Task(states.get(str(k), {}) if str(k) in with_state else None, messages.get(str(k), {}))
-                    for k in clients
-                ]
-                answers = half.run_group(clients, payload, tasks, round)
+                sent = received.get("states", {})  # an empty state leaves no trace among the tensors
+                states = {k: sent.get(str(k), {}) for k in clients if str(k) in with_state}
+                answers = half.run_group(clients, payload, states, round)
                 answer: Tree = {
                     str(k): {"update": a.update, "state": a.state, "round": torch.tensor(a.round)}
                     for k, a in zip(clients, answers, strict=True)

@@ -128,14 +128,14 @@ def create(path: Path, options: DeployOptions) -> None:
 
 
 def default_experiment(options: DeployOptions) -> dict[str, Any]:
-    """RedGrape, private where the method offers it. In a secure sum prototypes are exact: factors do not add up. A
-    round of one site alone would show its change of the model to all."""
+    """RedGrape with floors. Outside of a secure sum, a gradient of fewer examples than classes can be solved for
+    all of them. A round of one site alone would show its change of the model to all."""
     presets = methods.load("redgrape").presets
     private = {"preset": PRIVATE_PRESET} if PRIVATE_PRESET in presets else {}
     net = "cnn" if len(options.data.shape) == 3 and min(options.data.shape[1:]) >= 16 else "mlp"
-    method = {"name": "redgrape", **private, "min_count": options.min_count, "min_clients": options.min_clients}
-    if options.secure_aggregation:
-        method["prototype_rank"] = "none"
+    solvable = 1 if options.secure_aggregation or options.min_count == 1 else len(options.data.classes)
+    floors = {"min_count": max(options.min_count, solvable), "min_clients": options.min_clients}
+    method = {"name": "redgrape", **private, **floors}
     fewest = min(len(options.sites), 3 if len(options.sites) >= 5 else 2)
     return {"rounds": 20, "min_answers": fewest, "net": {"name": net}, "method": method}
 

@@ -22,7 +22,7 @@ import torch
 import redgrape
 from redgrape import evaluate, tree
 from redgrape.acceptance import MOST_EXAMPLES, Declared, UpdateRejected, named_tensors
-from redgrape.engines import Answer, ClientHalf, Lost, ShareOfSum, Split, Task
+from redgrape.engines import Answer, ClientHalf, Lost, ShareOfSum, Split
 from redgrape.errors import TooFewClients
 from redgrape.evaluate import Scores
 from redgrape.experiment import Experiment
@@ -95,21 +95,13 @@ class FlowerEngine:
         self._failed: dict[int, str] = {}  # the same, with what Flower last said of it
 
     def run_clients(
-        self, broadcast: Tree, tasks: Mapping[ClientId, Task], round: int
+        self, broadcast: Tree, clients: Sequence[ClientId], states: Mapping[ClientId, Tree], round: int
     ) -> Iterator[tuple[ClientId, Answer | Lost]]:
-        common = tree.to_bytes(broadcast)
+        parts = {"broadcast": tree.to_bytes(broadcast)}
         questions: dict[ClientId, tuple[Header, Parts]] = {}
-        for k in tasks:
-            try:
-                task = tasks[k]
-            except UpdateRejected as reason:  # of what the client asked for
-                yield k, Lost(f"site '{self._name(k)}': {reason}")
-                continue
-            header: Header = {"round": round, "reach": self._reach}
-            if task.state is not None:
-                header["state"] = int(task.state["round"])
-            parts = {"broadcast": common} | ({"message": tree.to_bytes(task.message)} if task.message else {})
-            questions[k] = header, parts
+        for k in clients:
+            of = {"state": int(states[k]["round"])} if k in states else {}
+            questions[k] = {"round": round, "reach": self._reach, **of}, parts
         if self._options.secure_aggregation:
             yield from self._sum_of_clients(questions, round)
             return
@@ -164,17 +156,6 @@ class FlowerEngine:
                 if time.monotonic() >= ends:
                     raise
                 time.sleep(NODES)
-
-    def requests(self, clients: Sequence[ClientId], round: int) -> Iterator[tuple[ClientId, Tree]]:
-        questions: dict[ClientId, Any] = {k: ({"round": round}, {}) for k in clients}
-        for k, reply in self._ask("request", questions, self._options.deadlines.evaluate, self._at_once):
-            if isinstance(reply, Lost):
-                self._say(f"asked before round {round}: {reply.reason}")
-                continue
-            try:
-                yield k, _checked(reply, "request")
-            except UpdateRejected as reason:
-                self._say(f"what site '{self._name(k)}' asks for in round {round} is not taken: {reason}")
 
     def survey(self, clients: Sequence[ClientId]) -> Iterator[tuple[ClientId | None, Tree]]:
         """All of them must answer: a sum over fewer would be of another federation."""

@@ -36,7 +36,7 @@ def why_refused(method: Method, options: DeployOptions | SiteOptions) -> str | N
         if solvable >= method.min_count:
             return (
                 f"class gradients of up to {solvable} examples can be solved for every one of them, and this method "
-                f"sends them from {method.min_count} on; {method.less_solvable}raise method.min_count to "
+                f"sends them from {method.min_count} on; raise method.min_count to "
                 f"{solvable + 1}, or use secure aggregation"
             )
     if options.min_count > 1 and (reason := method.why_class_counts()):

@@ -2,7 +2,6 @@
 
 join       who is this, and does its data fit
 survey     what a method must know before the first round
-request    what a method asks a client before it sends it a message of its own
 train      a client's round: the update; the new state is saved here, under run and round
 evaluate   how a model does on the site's test set, of classes from min_count on: counts, not examples
 sum        one stage of a secure sum of what the site would answer to one of the last three (secure_sum.py). A site with
@@ -32,7 +31,7 @@ import redgrape
 from redgrape import evaluate, methods, nets, tree
 from redgrape.data.examples import Examples
 from redgrape.data.prepare import augmentation
-from redgrape.engines import ClientHalf, Task
+from redgrape.engines import ClientHalf
 from redgrape.errors import ConfigError, DataError, RedgrapeError
 from redgrape.experiment import Experiment
 from redgrape.flower import floors, site_data
@@ -100,7 +99,6 @@ class Site:
         questions: dict[str, Callable[[Header, Parts], tuple[Header, dict[str, Tree]]]] = {
             "join": self._join,
             "survey": self._survey,
-            "request": self._request,
             "train": self._train,
             "evaluate": self._evaluate,
         }
@@ -130,15 +128,11 @@ class Site:
         _, answer = next(self._half(header).survey([self.index]))
         return {}, {"survey": answer}
 
-    def _request(self, header: Header, parts: Parts) -> tuple[Header, dict[str, Tree]]:
-        _, request = next(self._half(header).requests([self.index], int(header["round"])))
-        return {}, {"request": request}
-
     def _train(self, header: Header, parts: Parts) -> tuple[Header, dict[str, Tree]]:
         half, run, round = self._half(header), str(header["run"]), int(header["round"])
         start = header.get("state")  # the round that this client's state must be of; none before its first
         state = None if start is None else self._states.load(run, int(start))
-        answer = half.run(self.index, _tree(parts, "broadcast"), Task(state, _tree(parts, "message")), round)
+        answer = half.run(self.index, _tree(parts, "broadcast"), state, round)
         new = tree.ordered(answer.state)
         if new:
             self._states.save(run, round, new, int(header["reach"]), None if start is None else int(start))

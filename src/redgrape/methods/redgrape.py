@@ -20,8 +20,7 @@ Algorithm 1 with the paper's symbols; t counts rounds, i local steps, theta = (P
     server  theta^t <- theta^{t-1} + eta_s sum_k n_k / (sum_i n_i) (theta_k - theta^{t-1})            Eq. (13)
             g_pro[c] <- mean over the clients that hold c; where nobody does, the old one stays       Eq. (14)
 
-Where the paper can be read in two ways, docs/paper.md says which way was taken and why. How prototypes are kept and
-sent, exactly or in less room, is in redgrape/prototypes.py and redgrape/half_precision.py.
+Where the paper can be read in two ways, docs/paper.md says which way was taken and why.
 """
 
 from __future__ import annotations
@@ -36,19 +35,22 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from redgrape import tree
-from redgrape.acceptance import UpdateRejected, class_rows
+from redgrape.acceptance import class_rows
 from redgrape.accounting import Mechanism
 from redgrape.aggregation import client_report, sample_weights
 from redgrape.class_reports import PRIVATE, ClassReports, contributors
 from redgrape.class_sampling import at_most
-from redgrape.classifier_gradients import per_class, summed_gradient
-from redgrape.errors import ConfigError
+from redgrape.classifier_gradients import (
+    class_mean_gradients,
+    mean_over_holders,
+    per_class,
+    summed_gradient,
+    table_sum,
+)
 from redgrape.features import Statistics, features, never_negative
-from redgrape.half_precision import pack, round_, unpack
 from redgrape.method import ClientId, ClientSite, ServerSite
 from redgrape.methods.fedavg import FedAvg
 from redgrape.nets.net import Net
-from redgrape.prototypes import Exact, LowRank, Prototypes
 from redgrape.schedule import Schedule, decay
 from redgrape.tree import Tensors, Tree
 
@@ -88,12 +90,6 @@ class RedGrape(ClassReports, FedAvg):
         "plain", description="make prototypes from the examples as they are, or from an augmented view"
     )
     max_age: int | None = Field(None, ge=0, le=10**9, description="do not use prototypes older than this many rounds")
-    prototype_rank: int | None = Field(
-        None, ge=1, le=10**6, description="keep and send each prototype as factors of this rank (none: exactly)"
-    )
-    prototype_precision: Literal["single", "half"] = Field(
-        "single", description="send prototypes in the net's own precision, or in float16 with an exponent a class"
-    )
     prototype_clip: float | None = Field(
         None, gt=0, allow_inf_nan=False, description="longest prototype of a class, weight and bias together"
     )
@@ -102,9 +98,6 @@ class RedGrape(ClassReports, FedAvg):
         ge=0,
         allow_inf_nan=False,
         description="noise on each class's sum of prototypes, in multiples of prototype_clip, and on their number",
-    )
-    prototype_message: Literal["table", "sum"] = Field(
-        "table", description="a client receives all prototypes, or only the sum over the classes that it asks for"
     )
     use_prototypes: bool = Field(True, description="ablation: serve missing classes by prototypes")
     use_real_data: bool = Field(True, description="ablation: serve classes by real examples")
@@ -120,40 +113,21 @@ class RedGrape(ClassReports, FedAvg):
             "balanced_stats": "batch_update",
             "prototype_view": "augmented",
         },
-        "private": {**PRIVATE, "prototype_rank": 1},  # of n < C examples the exact one can be solved for all of them
+        "private": PRIVATE,
     }
 
     assumes: ClassVar[str] = "class presence may be seen"
     noised: ClassVar[bool] = True
     summable: ClassVar[bool] = True
     class_group: ClassVar[str] = "prototypes"
-    less_solvable: ClassVar[str] = "choose preset=private or prototype_rank=1, "
     fidelity: ClassVar[str] = (
         "from the paper, with the preset `released` after the authors' code; docs/paper.md lists every choice"
     )
 
     @model_validator(mode="after")
-    def _robust_rules_see_prototypes(self) -> Self:
-        if self.aggregation in _BY_CLASS and (self.prototype_rank is not None or self.prototype_precision == "half"):
-            raise ValueError(
-                f"aggregation is {self.aggregation}, which compares prototypes number by number; leave prototype_rank "
-                "and prototype_precision out"
-            )
-        return self
-
-    @model_validator(mode="after")
     def _threshold_counts_examples(self) -> Self:
         if math.isfinite(self.threshold) and self.threshold != int(self.threshold):
             raise ValueError(f"threshold is {self.threshold}; it counts examples: pass a whole number or inf")
-        return self
-
-    @model_validator(mode="after")
-    def _requests_keep_small_classes_back(self) -> Self:
-        if self._names_real_classes and self.threshold < self.min_count:
-            raise ValueError(
-                f"prototype_message is sum, by which a client tells its classes from threshold={self.threshold:g} "
-                f"examples on, below min_count={self.min_count}; raise threshold, or let prototype_message be table"
-            )
         return self
 
     @model_validator(mode="after")
@@ -163,9 +137,9 @@ class RedGrape(ClassReports, FedAvg):
                 f"prototype_noise is {self.prototype_noise:g}, and prototypes have any length; set prototype_clip too"
             )
         if self.prototype_clip is not None:
-            for name in ("aggregation", "prototype_weights", "prototype_rank"):
+            for name in ("aggregation", "prototype_weights"):
                 if (value := getattr(self, name)) != type(self).model_fields[name].default:
-                    raise ValueError(f"{name} is {value}, and prototype_clip is for plain means of exact prototypes")
+                    raise ValueError(f"{name} is {value}, and prototype_clip is for plain means")
         return self
 
     def mechanisms(self, num_classes: int) -> list[Mechanism]:
@@ -180,14 +154,9 @@ class RedGrape(ClassReports, FedAvg):
     def init_server(self, model: Tensors, site: ServerSite) -> Tree:
         W = classifier_of(model)
         C = site.num_classes
-        if self.prototype_rank is not None and self.prototype_rank >= min(W["weight"].shape):
-            raise ConfigError(
-                f"prototype_rank is {self.prototype_rank}, but prototypes of {C} classes and {W['weight'].shape[1]} "
-                f"features have a rank below {min(W['weight'].shape)}; lower it, or leave it out: they are exact then"
-            )
         server: dict[str, Any] = {
             "model": model,
-            "prototypes": self.form.none(W),
+            "prototypes": {name: w.new_zeros(C, *w.shape) for name, w in W.items()},
             "seen": torch.zeros(C, dtype=torch.bool),
             "age": torch.zeros(C, dtype=torch.int64),  # rounds since the class's prototype was made
         }
@@ -205,78 +174,32 @@ class RedGrape(ClassReports, FedAvg):
                 bound, generator = 1 / math.sqrt(W["weight"].shape[1]), site.generator("W_hat")
                 return {name: torch.empty_like(w).uniform_(-bound, bound, generator=generator) for name, w in W.items()}
 
-    @property
-    def form(self) -> Prototypes:
-        """How prototypes are kept and averaged."""
-        return Exact() if self.prototype_rank is None else LowRank(self.prototype_rank)
-
     def broadcast(self, server: Tree) -> Tree:
-        sent = {"model": server["model"], "seen": self._usable(server)}
-        if self.prototype_message == "table":
-            sent["prototypes"] = self._sent(server["prototypes"])
+        sent = {"model": server["model"], "seen": self._usable(server), "prototypes": server["prototypes"]}
         return sent | ({"W_hat": server["W_hat"]} if self.two_stream else {})
-
-    def asks_first(self) -> bool:
-        return self.prototype_message == "sum"
-
-    def request(self, site: ClientSite) -> Tree:
-        return {"missing": ~self.real_classes(site)} if self.prototype_message == "sum" else {}
-
-    def message(self, server: Tree, request: Tree, site: ServerSite) -> Tree:
-        """The sum that the client would make of the table, by the same arithmetic on the same bits."""
-        if self.prototype_message == "table":
-            return {}
-        missing, usable = request.get("missing"), self._usable(server)
-        if not isinstance(missing, Tensor) or missing.dtype != torch.bool or missing.shape != usable.shape:
-            raise UpdateRejected(f"what it asks for is not a mask of the {len(usable)} classes")
-        classes = usable & missing
-        dtype = server["model"]["classifier.weight"].dtype
-        return {"prototype_sum": self.form.sum(server["prototypes"], classes, dtype)}
 
     def _usable(self, server: Tree) -> Tensor:
         """The classes that have a prototype, and not too old a one."""
         seen: Tensor = server["seen"]
         return seen if self.max_age is None else seen & (server["age"] <= self.max_age)
 
-    def _sent(self, table: Tensors) -> Tree:
-        return {name: pack(g) for name, g in table.items()} if self.prototype_precision == "half" else table
-
     def real_classes(self, site: ClientSite) -> Tensor:
         """The mask of L_bal: the classes of which the client holds at least T examples."""
         counts = torch.bincount(site.data.labels, minlength=site.num_classes)
         return counts >= self.threshold if self.use_real_data else torch.zeros_like(counts, dtype=torch.bool)
 
-    @property
-    def _names_real_classes(self) -> bool:
-        """Whether a client's request tells of which classes it holds T examples."""
-        return self.prototype_message == "sum" and self.use_real_data and math.isfinite(self.threshold)
-
     def told_beside_gradients(self) -> list[str]:
-        told = {
-            "the number of examples behind every class that is reported": self.prototype_weights == "count",
-            f"the classes with at least {self.threshold:g} examples, in every round": self._names_real_classes,
-        }
-        return [words for words, is_told in told.items() if is_told]
+        counts = "the number of examples behind every class that is reported"
+        return [counts] if self.prototype_weights == "count" else []
 
     @property
     def reports_classes(self) -> bool:
         return self.use_prototypes
 
     def why_not_summed(self) -> str | None:
-        if self.prototype_rank is not None:
-            return (
-                f"prototype_rank={self.prototype_rank} sends prototypes as factors, which do not add up; none is exact"
-            )
-        if self.prototype_precision == "half":
-            return "prototype_precision=half sends prototypes with exponents, which do not add up; choose single"
         if self.prototype_clip is not None:
             return "prototype_clip shortens single prototypes at the server"
-        if self.asks_first():
-            return "prototype_message=sum asks every client for its classes; choose table"
         return super().why_not_summed()
-
-    def solvable(self, num_classes: int) -> int:
-        return min(num_classes - 1, self.prototype_rank or num_classes)  # of a rank below n, some have no trace in it
 
     def client_update(self, broadcast: Tree, state: Tree, site: ClientSite) -> tuple[Tree, Tree]:
         """Algorithm 1."""
@@ -310,7 +233,7 @@ class RedGrape(ClassReports, FedAvg):
 
     def _local_prototypes(self, net: Net, site: ClientSite) -> Tree:
         """Eq. (10) for each class of which the client holds min_count examples: their numbers as `classes`, and the
-        mean gradients weight [m, C, d], or its factors, and bias [m, C]. W alone, evaluation mode, one forward pass."""
+        mean gradients weight [m, C, d] and bias [m, C]. W alone, evaluation mode, one forward pass."""
         labels = site.data.labels
         counts = torch.bincount(labels, minlength=site.num_classes)
         sent = self.reported(counts)
@@ -322,13 +245,12 @@ class RedGrape(ClassReports, FedAvg):
                 x = site.inputs(rows, net.classifier.weight.dtype, view)
                 yield features(net.encoder, x, "running"), labels[rows].to(site.device)
 
-        gradients = self.form.local(net.classifier, batches(), classes.to(site.device))
-        prototypes = {"classes": classes, **self._sent(gradients)}
+        gradients = class_mean_gradients(net.classifier, batches(), classes.to(site.device))
+        prototypes = {"classes": classes, **{name: g.cpu() for name, g in gradients.items()}}
         return prototypes | ({"counts": counts[classes]} if self.prototype_weights == "count" else {})
 
     def update_like(self, server: Tree, site: ServerSite) -> Tree:
-        one = self._sent({name: g[:1] for name, g in server["prototypes"].items()})
-        row = tree.unflatten({name: g[0] for name, g in tree.flatten(one).items()})
+        row = {name: g[0] for name, g in server["prototypes"].items()}
         signed = never_negative(site.load(server["model"]).encoder)
         rows = class_rows(row, counted=self.prototype_weights == "count", gradients=True, signed=signed)
         like = {**super().update_like(server, site), "prototypes": rows}
@@ -352,7 +274,7 @@ class RedGrape(ClassReports, FedAvg):
         self, old: Tensors, updates: Mapping[ClientId, Tree], site: ServerSite | None = None
     ) -> tuple[Tensors, Tensor]:
         """Eq. (14): the mean over the clients that report a class; and which classes have a new one. The old prototype
-        stays where fewer than min_clients do. What the wire would round is rounded at once."""
+        stays where fewer than min_clients do."""
         sent = [update["prototypes"] for update in updates.values()]
         if self.prototype_clip is not None:
             return self._noisy_prototypes(sent, old, self.prototype_clip, site)
@@ -361,8 +283,7 @@ class RedGrape(ClassReports, FedAvg):
             mean, held = self.mean_over_holders(sent, {name: g[0] for name, g in old.items()}, weights)
             mean = {name: torch.where(per_class(held, g), g, old[name]) for name, g in mean.items()}
         else:
-            mean, held = self.form.mean(sent, old, weights)
-            mean = {name: round_(g) if self.prototype_precision == "half" else g for name, g in mean.items()}
+            mean, held = mean_over_holders(sent, {name: g[0] for name, g in old.items()}, weights, old)
         released = held & (contributors(sent, len(held)) >= self.min_clients)
         for c in (held & ~released).nonzero().flatten().tolist():
             for name, g in mean.items():
@@ -384,42 +305,25 @@ class RedGrape(ClassReports, FedAvg):
             total = self.noisy(total, self.prototype_noise * longest, f"prototypes/{c}", site)
             for name, t in total.items():
                 new[name][c] = (t / number[c]).to(new[name].dtype)
-        return {name: round_(g) if self.prototype_precision == "half" else g for name, g in new.items()}, released
+        return new, released
 
     def privacy(self) -> str:
-        told = [self._told_by_prototypes()] if self.use_prototypes else []
-        if self._names_real_classes:
-            told += [
-                "When a RedGrape client is asked to train, it tells the server of which classes it has at least "
-                f"{self.threshold:g} examples."
-            ]
-        return " ".join(told)
-
-    def _told_by_prototypes(self) -> str:
+        if not self.use_prototypes:
+            return ""
         counts = " and how many examples of each" if self.prototype_weights == "count" else ""
         single = (
             "Where a client has one example of a class, the prototype is the gradient of that example alone, and the "
             "example's exact feature vector (the encoder's output) can be computed from it."
             if self.min_count == 1
             else f"They were sent from {self.min_count} examples of a class on, so that none is of a single example; "
-            "a prototype still gives weighted means of its examples' feature vectors"
-            + (
-                ", and of fewer examples than there are classes every one of them."
-                if self.prototype_rank is None
-                else "."
-            )
+            "a prototype still gives weighted means of its examples' feature vectors, and of fewer examples than there "
+            "are classes every one of them."
         )
-        if self.prototype_rank is not None:
-            r = self.prototype_rank
-            single += f" That they are cut to rank {r} hides nothing of a class with {r} examples or fewer" + (
-                ": the gradient of one example has rank one." if self.min_count == 1 else "."
-            )
-        within = " in a sum over classes" if self.prototype_message == "sum" else ""
         passed_on = (
-            f"Where only one client of a round holds a class, all clients of the next round receive that client's "
-            f"prototype{within}."
+            "Where only one client of a round holds a class, all clients of the next round receive that client's "
+            "prototype."
             if self.min_clients == 1
-            else f"Clients received the mean{within} for classes of which at least {self.min_clients} clients of a "
+            else f"Clients received the mean for classes of which at least {self.min_clients} clients of a "
             "round had sent a prototype."
         )
         return (
@@ -457,9 +361,7 @@ class Balance:
         factor = 1.0
         if self.method.unseen == "mean" and available.any():  # each class without a prototype gets the others' mean
             factor = int(missing.sum()) / int(available.sum())
-        total = broadcast.get("prototype_sum")
-        if total is None:
-            total = self.method.form.sum(broadcast["prototypes"], available, self.net.classifier.weight.dtype)
+        total = table_sum(broadcast["prototypes"], available, self.net.classifier.weight.dtype)
         return {name: (g * factor).to(self.site.device) for name, g in total.items()}
 
     def _examples(self) -> tuple[Tensor, Tensor]:
@@ -504,7 +406,7 @@ def _scaled(lam: float, g_bal: Tensor, local: Tensor, balanced: Tensor) -> Tenso
 def row_of(sent: Tree, c: int, table: Tensors) -> Tensors:
     """A client's prototype of class c, in float64."""
     row = (sent["classes"] == c).nonzero().flatten()
-    return {name: unpack(sent[name], torch.float64, row)[0] for name in table}
+    return {name: sent[name][row].double()[0] for name in table}
 
 
 def clipped_sum(prototypes: Sequence[Tensors], longest: float, table: Tensors) -> Tensors:
