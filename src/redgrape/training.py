@@ -138,7 +138,7 @@ def _round(
         "rejected": {str(k): str(reason) for k, reason in answers.rejected.items()},
         "lost": {str(k): reason for k, reason in answers.lost.items()},
         **({"left_out": [k for k in updates if k not in counted]} if len(counted) < len(updates) else {}),
-        "train_loss": _mean_loss(updates),
+        **_losses(updates, site.num_classes),
         "bytes_down": len(sampled) * tree.num_bytes(broadcast) + sum(tasks.message_bytes.values()),
         "bytes_up": sum(tree.num_bytes(update) for update in updates.values()),
         **{name: value.tolist() for name, value in method.log(server, counted).items()},
@@ -322,10 +322,17 @@ def sample_clients(eligible: Sequence[ClientId], count: int, seed: int, round: i
     return sorted(eligible[i] for i in chosen.tolist())
 
 
-def _mean_loss(updates: Mapping[ClientId, Tree]) -> float | None:
-    """The clients' training losses, weighted by their examples, where the method reports them."""
-    pairs = [(float(u["loss"]), float(u["count"])) for u in updates.values() if "loss" in u and "count" in u]
-    return sum(loss * n for loss, n in pairs) / sum(n for _, n in pairs) if pairs else None
+def _losses(updates: Mapping[ClientId, Tree], num_classes: int) -> dict[str, Any]:
+    """The clients' training losses, weighted by their examples, where the method reports them. One that is not
+    plausible counts as the largest that is, and is named."""
+    claimed = {k: float(u["loss"]) for k, u in updates.items() if "loss" in u and "count" in u}
+    if not claimed:
+        return {"train_loss": None}
+    most = plausible.most_loss(list(claimed.values()), num_classes)
+    pairs = [(max(-most, min(loss, most)), float(updates[k]["count"])) for k, loss in claimed.items()]
+    capped = {str(k): loss for k, loss in claimed.items() if abs(loss) > most}
+    mean = sum(loss * n for loss, n in pairs) / sum(n for _, n in pairs)
+    return {"train_loss": mean, **({"capped_loss": capped} if capped else {})}
 
 
 @dataclass(frozen=True)
