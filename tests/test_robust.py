@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 import redgrape as rg
-from redgrape import methods, robust, testing, tree
+from redgrape import methods, plausible, robust, testing, tree
 from redgrape.classifier_gradients import mean_over_holders
 from redgrape.engines.in_process import InProcess
 from redgrape.errors import ConfigError, TooFewClients
@@ -284,11 +285,15 @@ class Poisoning(InProcess):
 
 
 @pytest.mark.parametrize("name", methods.names())
-def test_two_of_nine_cannot_carry_any_method_away(name: str) -> None:
-    """How far the poisoned model ends from the clean one of the same rule, beside how far the mean is carried. FEDIC
-    distils from every client's model, of which a rule by coordinates knows nothing: only Krum leaves them out."""
+def test_two_of_nine_cannot_carry_any_method_away(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """How far the poisoned model ends from the clean one of the same rule, beside how far the mean is carried, where no
+    length is checked. FEDIC distils from every client's model, of which a rule by coordinates knows nothing: only Krum
+    leaves them out."""
+    monkeypatch.setattr(plausible, "STEP", math.inf)
     distance: dict[str, float] = {}
     for rule in ["mean", *RULES]:
+        if name == "climb" and rule in ("multi_krum", "norm_clipping"):  # which it refuses
+            continue
         method = testing._small(methods.load(name)(aggregation=rule, byzantine=2))
         half, site = testing._client_half(method, MANY), replace(testing._server_site(MANY), rounds=1)
         options: dict[str, Any] = {"eligible": MANY.eligible, "clients_per_round": 9}
@@ -298,7 +303,7 @@ def test_two_of_nine_cannot_carry_any_method_away(name: str) -> None:
         before, after = clean.server[group], poisoned.server[group]
         moved = tree.sub(before, {name: after[name] for name in before})
         distance[rule] = float(tree.norm(t for t in moved.values() if t.is_floating_point()))
-    protecting = ["krum", "multi_krum"] if name == "fedic" else RULES
+    protecting = ["krum", "multi_krum"] if name == "fedic" else [rule for rule in RULES if rule in distance]
     limit = 0.7 if name == "fedopt" else 0.2  # a step of Adam is bounded, so that the mean is not carried far either
     for rule in protecting:
         assert distance[rule] < limit * distance["mean"], distance
