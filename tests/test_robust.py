@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 import redgrape as rg
-from redgrape import methods, robust, testing, tree
+from redgrape import methods, plausible, robust, testing, tree
 from redgrape.classifier_gradients import mean_over_holders
 from redgrape.engines.in_process import InProcess
 from redgrape.errors import ConfigError, TooFewClients
@@ -45,12 +46,6 @@ def test_median() -> None:
     even = [group(1, 0), group(9, 0), group(2, 1), group(4, 8)]
     assert robust.median(odd)["w"].tolist() == [2, 4]
     assert robust.median(even)["w"].tolist() == [3, 0.5]
-
-
-def test_median_of_whole_numbers_is_one_of_them() -> None:
-    groups = [{"n": torch.tensor(v)} for v in (7, 3, 2**62, 4)]
-    assert robust.median(groups)["n"].tolist() == robust.trimmed_mean(groups, 1)["n"].tolist() == 4
-    assert robust.median(groups)["n"].dtype == torch.int64
 
 
 def test_trimmed_mean() -> None:
@@ -123,17 +118,20 @@ def test_prototypes_are_clipped_to_the_median_length_of_their_class() -> None:
 
 
 def test_buffers() -> None:
-    """Means 1, 2, 90 and counters 5, 6, 2^60: the plain mean is carried away, the medians are not."""
-
-    def answer(mean: float, batches: int) -> dict[str, Any]:
-        return {"buffers": {"mean": torch.tensor([float(mean)]), "batches": torch.tensor(batches)}}
-
-    answers = [answer(1, 5), answer(2, 6), answer(90, 2**60)]
+    """Means 1, 2 and 90: the plain mean is carried away, the medians are not."""
+    answers = [{"buffers": {"mean": torch.tensor([mean])}} for mean in (1.0, 2.0, 90.0)]
     for rule in ("median", "trimmed_mean", "norm_clipping"):
-        buffers = FedAvg(aggregation=rule).mean_buffers(answers, [1, 1, 1])
-        assert (buffers["mean"].tolist(), int(buffers["batches"])) == ([2], 6)
-    plain = FedAvg().mean_buffers(answers, [1, 1, 1])
-    assert (plain["mean"].tolist(), int(plain["batches"])) == ([31], 2**60)
+        assert FedAvg(aggregation=rule).mean_buffers(answers, [1, 1, 1])["mean"].tolist() == [2]
+    assert FedAvg().mean_buffers(answers, [1, 1, 1])["mean"].tolist() == [31]
+
+
+@pytest.mark.parametrize("rule", ["krum", "multi_krum"])
+def test_krum_takes_the_statistics_of_all(rule: Any) -> None:
+    """Client 1 at 1 is chosen among 0, 1, 2, 4 and 100, and its variance is 50: the median of all is 3."""
+    values = zip((0.0, 1.0, 2.0, 4.0, 100.0), (2.0, 50.0, 3.0, 4.0, 1.0), strict=True)
+    counted = FedAvg(aggregation=rule).counted({k: update(d, buffers=[v]) for k, (d, v) in enumerate(values)})
+    assert 1 in counted and counted[1]["delta"]["w"].tolist() == [1]
+    assert FedAvg(aggregation=rule).mean_buffers(list(counted.values()), [1.0] * len(counted))["w"].tolist() == [3]
 
 
 # Against NumPy, in any order, block by block, from a disk
@@ -287,11 +285,15 @@ class Poisoning(InProcess):
 
 
 @pytest.mark.parametrize("name", methods.names())
-def test_two_of_nine_cannot_carry_any_method_away(name: str) -> None:
-    """How far the poisoned model ends from the clean one of the same rule, beside how far the mean is carried. FEDIC
-    distils from every client's model, of which a rule by coordinates knows nothing: only Krum leaves them out."""
+def test_two_of_nine_cannot_carry_any_method_away(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """How far the poisoned model ends from the clean one of the same rule, beside how far the mean is carried, where no
+    length is checked. FEDIC distils from every client's model, of which a rule by coordinates knows nothing: only Krum
+    leaves them out."""
+    monkeypatch.setattr(plausible, "STEP", math.inf)
     distance: dict[str, float] = {}
     for rule in ["mean", *RULES]:
+        if name == "climb" and rule in ("multi_krum", "norm_clipping"):  # which it refuses
+            continue
         method = testing._small(methods.load(name)(aggregation=rule, byzantine=2))
         half, site = testing._client_half(method, MANY), replace(testing._server_site(MANY), rounds=1)
         options: dict[str, Any] = {"eligible": MANY.eligible, "clients_per_round": 9}
@@ -301,7 +303,7 @@ def test_two_of_nine_cannot_carry_any_method_away(name: str) -> None:
         before, after = clean.server[group], poisoned.server[group]
         moved = tree.sub(before, {name: after[name] for name in before})
         distance[rule] = float(tree.norm(t for t in moved.values() if t.is_floating_point()))
-    protecting = ["krum", "multi_krum"] if name == "fedic" else RULES
+    protecting = ["krum", "multi_krum"] if name == "fedic" else [rule for rule in RULES if rule in distance]
     limit = 0.7 if name == "fedopt" else 0.2  # a step of Adam is bounded, so that the mean is not carried far either
     for rule in protecting:
         assert distance[rule] < limit * distance["mean"], distance

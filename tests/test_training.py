@@ -173,7 +173,7 @@ def test_the_learning_rate_decays() -> None:
 
 def test_the_server_step() -> None:
     """Two clients of 1 and 3 examples, server_lr 0.5. Weight: 10 + 0.5 (1 * 2 + 3 * 6) / 4 = 12.5; running mean, not
-    touched by server_lr: (1 * 1 + 3 * 5) / 4 = 4; batches counted: the larger of 7 and 3."""
+    touched by server_lr: (1 * 1 + 3 * 5) / 4 = 4; the counter of batches is the server's own."""
     model = {
         "w": torch.tensor([10.0]),
         "bn.running_mean": torch.tensor([100.0]),
@@ -181,18 +181,16 @@ def test_the_server_step() -> None:
         "frozen": torch.tensor([8.0]),
     }
 
-    def answer(delta: float, mean: float, batches: int, count: int) -> dict[str, Any]:
-        buffers = {"bn.running_mean": torch.tensor([mean]), "bn.num_batches_tracked": torch.tensor(batches)}
+    def answer(delta: float, mean: float, count: int) -> dict[str, Any]:
+        buffers = {"bn.running_mean": torch.tensor([mean])}
         return {"delta": {"w": torch.tensor([delta])}, "buffers": buffers, "count": torch.tensor(count)}
 
     site = ServerSite(LINEAR, 2, C, 0, 1, 1, torch.device("cpu"))
-    new = FedAvg(server_lr=0.5).server_update(
-        {"model": model}, {4: answer(2.0, 1.0, 7, 1), 6: answer(6.0, 5.0, 3, 3)}, site
-    )
+    new = FedAvg(server_lr=0.5).server_update({"model": model}, {4: answer(2.0, 1.0, 1), 6: answer(6.0, 5.0, 3)}, site)
     assert {name: t.tolist() for name, t in new["model"].items()} == {
         "w": [12.5],
         "bn.running_mean": [4.0],
-        "bn.num_batches_tracked": 7,
+        "bn.num_batches_tracked": 1,
         "frozen": [8.0],
     }
     assert new["model"]["bn.num_batches_tracked"].dtype == torch.int64

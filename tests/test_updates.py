@@ -23,12 +23,13 @@ from redgrape.acceptance import Declared, Rows, UpdateRejected
 from redgrape.engines import Answer, ClientHalf, Lost
 from redgrape.engines.in_process import InProcess
 from redgrape.engines.pool import Pool
-from redgrape.errors import Diverged, TooFewClients
+from redgrape.errors import ConfigError, Diverged, TooFewClients
 from redgrape.experiment import Experiment
 from redgrape.features import never_negative
 from redgrape.method import Method
 from redgrape.methods.fedavg import FedAvg
 from redgrape.methods.redgrape import RedGrape
+from redgrape.plausible import Measures, check_variance, longest_feature, measured, most_loss, outliers
 from redgrape.runs import Run
 from redgrape.store import RunFolder
 from redgrape.training import RunState, rounds
@@ -176,7 +177,7 @@ def another_count(client: int, answer: Answer, random: np.random.Generator) -> A
 
 
 def negative_variance(client: int, answer: Answer, random: np.random.Generator) -> Any:
-    spoil = changed_leaf(put(-1.0), lambda name, t: name.endswith(("running_var", "num_batches_tracked")))
+    spoil = changed_leaf(put(-1.0), lambda name, t: name.endswith("running_var"))
     return spoil(client, answer, random)
 
 
@@ -495,6 +496,173 @@ def test_an_update_beyond_all_measure_is_rejected(factor: float) -> None:
         assert state.record["rejected"]["1"].startswith(f"'{group}' has the length")
 
 
+# Beside the other clients of the round
+
+
+def lying(answers: Answers, **changes: Callable[[Tensor], Tensor]) -> Answers:
+    """Client 1 sends something else under the names that end so."""
+    honest = dict(answers)
+    flat = tree.flatten(honest[1].update)
+    for end, change in changes.items():
+        flat |= {name: change(t) for name, t in flat.items() if name.endswith(end)}
+    return [*((k, a) for k, a in answers if k != 1), (1, honest[1]._replace(update=tree.unflatten(flat)))]
+
+
+def refused(method: Method, answers: Answers, start: RunState) -> str:
+    """Why client 1 is refused: alone, and in any order of arrival, as if it had not been there."""
+    without = after(method, [(k, a) for k, a in answers if k != 1], start)
+    for order in (answers, answers[::-1], answers[2:] + answers[:2]):
+        state = after(method, order, start)
+        assert list(state.record["rejected"]) == ["1"] and state.record["answered"] == [0, 2, 3]
+        assert tree.equal(state.server, without.server) and stored(state) == stored(without)
+    return str(state.record["rejected"]["1"])
+
+
+@pytest.mark.parametrize(
+    ("name", "number"), [("running_mean", 1e30), ("running_mean", -1e30), ("running_var", 1e30), ("running_var", 0.0)]
+)
+def test_statistics_that_no_data_give_are_rejected(name: str, number: float) -> None:
+    method = small("fedavg")
+    start, answers = first_round(method)
+    reason = refused(method, lying(answers, **{name: lambda t: torch.full_like(t, number)}), start)
+    assert reason.startswith(f"tensor 'buffers/encoder.2.{name}' ")
+
+
+def test_a_single_client_cannot_send_statistics_of_any_size() -> None:
+    method = small("fedavg")
+    start, answers = first_round(method)
+    with pytest.raises(TooFewClients, match=r"client 1: tensor 'buffers/encoder.2.running_var' comes from data with"):
+        after(method, lying(answers, running_var=lambda t: torch.full_like(t, 1e30))[-1:], start)
+
+
+def test_variance_is_at_least_what_the_steps_leave_of_it() -> None:
+    """One step with m = 0.1 and two passes leaves 0.81 of it; any more steps leave less, and a zero says nothing."""
+    check_variance("v", torch.tensor([0.81, 0.0]), torch.tensor([1.0, 0.0]), 0.9**2)
+    with pytest.raises(UpdateRejected, match=r"^tensor 'v' is below 0.81 times the variance sent"):
+        check_variance("v", torch.tensor([5.0, 0.8]), torch.tensor([1.0, 1.0]), 0.9**2)
+
+
+def test_what_the_data_were_like_does_not_depend_on_the_steps() -> None:
+    """Variance 1 at the start and 50 in the data: after one step 5.9, after 40 steps 49.3, and of both 50."""
+    like = {"buffers": {"bn.running_var": torch.ones(1)}}
+    for steps in (1, 40):
+        left = 0.9**steps
+        update = {"buffers": {"bn.running_var": torch.tensor([left + 50 * (1 - left)], dtype=torch.float64)}}
+        found = measured(update, like, like["buffers"], {"bn.running_var": 0.1}, steps)
+        assert found.statistics == {"buffers/bn.running_var": pytest.approx(50)}
+
+
+def test_clients_send_no_whole_numbers_of_a_net_and_the_server_keeps_its_own() -> None:
+    """A batch counter of 2^63 - 1 would make every honest client overflow, in this round and after it."""
+    method = small("fedavg")
+    start, answers = first_round(method)
+    counter = "encoder.2.num_batches_tracked"
+    honest = dict(answers)
+    assert all(t.is_floating_point() for a in honest.values() for t in a.update["buffers"].values())
+    update = {**honest[1].update, "buffers": honest[1].update["buffers"] | {counter: torch.tensor(2**63 - 1)}}
+    reason = refused(method, [*((k, a) for k, a in answers if k != 1), (1, honest[1]._replace(update=update))], start)
+    assert reason == f"tensor 'buffers/{counter}' is not part of this update"
+    assert int(start.server["model"][counter]) == int(after(method, answers, start).server["model"][counter]) == 0
+
+
+@pytest.mark.parametrize("factor", [100.0, 1e4])
+@pytest.mark.parametrize(
+    ("name", "group"), [("fedavg", "delta/"), ("redgrape", "delta_W_hat/"), ("scaffold", "delta_c/")]
+)
+def test_a_step_that_is_far_longer_than_the_others_is_rejected(name: str, group: str, factor: float) -> None:
+    method = small(name)
+    start, answers = first_round(method)
+    names = [n for n in tree.flatten(answers[0][1].update) if n.startswith(group)]
+    reason = refused(method, lying(answers, **{n: lambda t: factor * t for n in names}), start)
+    assert reason.startswith(f"'{group[:-1]}' has the length ")
+
+
+@pytest.mark.parametrize(("name", "group"), [("redgrape", "prototypes"), ("creff", "class_gradients")])
+@pytest.mark.parametrize("change", [lambda t: 1000 * t, lambda t: 1000 * t.roll(1, dims=-1)], ids=["own", "rotated"])
+def test_class_gradients_of_features_that_are_far_too_long_are_rejected(name: str, group: str, change: Any) -> None:
+    """All signs are as they must be, and the bias is honest."""
+    method = small(name)
+    start, answers = first_round(method)
+    reason = refused(method, lying(answers, **{f"{group}/weight": change}), start)
+    assert reason.startswith(f"'{group}' comes from a feature vector of length ")
+
+
+def test_features_behind_class_gradients() -> None:
+    """Of p - e_c = (-0.9, 0.6, 0.3) and h of length 5, the gradient is their outer product: 5 whatever p is."""
+    residual, h = torch.tensor([[-0.9, 0.6, 0.3], [0.1, -0.1, 0.0]]), torch.tensor([3.0, 4.0])
+    rows = {"weight": residual[:, :, None] * h, "bias": residual}
+    assert longest_feature(rows) == pytest.approx(5)
+    assert longest_feature({"weight": rows["weight"]}) == pytest.approx(5 * 1.26**0.5)
+    assert longest_feature({"weight": rows["weight"][:0], "bias": residual[:0]}) == 0
+
+
+def test_outliers_by_hand() -> None:
+    """Model of length 2. Steps 1, 2, 3 and 50 of one example each: at most 10 * 2.5. With 40 examples for the last it
+    may be 10 * 40 * 1.5 long. Of two clients nobody can tell which lies."""
+    model = {"w": torch.tensor([2.0]), "bn.running_var": torch.tensor([1e9])}
+
+    def of(*lengths: float, last: int = 1) -> dict[int, Measures]:
+        each = [(length, last if i == len(lengths) - 1 else 1) for i, length in enumerate(lengths)]
+        return {k: Measures(n, {"delta": length}, {}, {}) for k, (length, n) in enumerate(each)}
+
+    (reason,) = outliers(of(1, 2, 3, 50), model).values()
+    assert str(reason) == "'delta' has the length 50; beside the other clients' 25 is the most"
+    assert outliers(of(1, 2, 3, 25), model) == outliers(of(1, 2, 3, 599, last=40), model) == {}
+    assert outliers(of(0, 0, 0, 2), model) == outliers(of(1, 1000), model) == outliers(of(1e6), model) == {}
+    assert outliers(of(0, 0, 0, 2.1), model).keys() == {3}
+
+
+SKEWED = ((90, 0, 0, 0), (0, 1, 0, 0), (0, 0, 1, 0), (0, 0, 0, 2), (1, 0, 0, 30), (0, 1, 0, 0))
+
+
+@pytest.mark.parametrize("clients", [1, 2, 3, 6])
+@pytest.mark.parametrize("name", methods.names())
+def test_no_honest_client_is_lost(name: str, clients: int) -> None:
+    """One to ninety examples, most clients of a single class: all are taken, in every round."""
+    case = testing._Case(SKEWED, clients_per_round=clients, rounds=4)
+    history = rg.train(
+        small(name), case.federation, case.build, rounds=case.rounds, clients_per_round=clients, seed=1
+    ).history
+    assert [record["rejected"] for record in history] == [{}] * case.rounds
+    assert not any("capped_loss" in record for record in history)
+
+
+# Losses that are claimed
+
+
+def test_a_loss_beyond_all_that_is_plausible_is_capped_and_said() -> None:
+    """Of 4 classes and losses near log 4, ten times log 4, or ten times the median where that is more."""
+    assert most_loss([0.1, 0.2, 1e30], 4) == 10 * math.log(4)
+    assert most_loss([5.0, 6.0, 1e30], 4) == 60
+    method = small("fedavg")
+    start, answers = first_round(method)
+    assert "capped_loss" not in after(method, answers, start).record
+    for lie in (1e3, -1e3):
+        record = after(method, lying(answers, loss=lambda t, lie=lie: torch.full_like(t, lie)), start).record
+        assert record["capped_loss"] == {"1": pytest.approx(lie)}
+        assert abs(record["train_loss"]) < 10 * math.log(4)
+
+
+def test_a_claimed_loss_is_capped_in_climb() -> None:
+    method = small("climb")
+    start, answers = first_round(method)
+    losses = sorted(float(a.update["received_loss"]) for k, a in answers if k != 1)
+    most = 10 * max(math.log(testing.CLASSES), losses[1])  # the lower of the two in the middle, the claim among them
+    for claim, same in ((60.0, True), (most, True), (most / 2, False)):
+        told = after(method, lying(answers, received_loss=lambda t, claim=claim: torch.full_like(t, claim)), start)
+        capped = after(method, lying(answers, received_loss=lambda t: torch.full_like(t, most)), start)
+        assert tree.equal(told.server, capped.server) is same
+
+
+@pytest.mark.parametrize("rule", ["norm_clipping", "multi_krum"])
+def test_climb_is_refused_where_its_weights_would_undo_the_rule(rule: str) -> None:
+    with pytest.raises(ConfigError, match=f"aggregation is {rule}, which keeps CLIMB's weights"):
+        methods.load("climb")(aggregation=rule)
+
+
+# What a run says
+
+
 def test_below_the_minimum_the_run_diverges_or_has_too_few_clients() -> None:
     method = small("fedavg")
     start, answers = first_round(method)
@@ -568,3 +736,35 @@ def test_a_run_says_whom_it_lost(tmp_path: Path, tiny: Callable[..., dict[str, A
         folder = RunFolder.create(tmp_path / "strict", Experiment.parse({**values, "min_answers": 3}))
         list(Run(folder, workers=2).steps())
     assert folder.latest()[0] is None
+
+
+REFUSED = '''
+import torch
+
+from redgrape.methods.fedavg import FedAvg
+
+
+class Refused(FedAvg):
+    """FedAvg in which client 1 boasts."""
+
+    def client_update(self, broadcast, state, site):
+        update, state = super().client_update(broadcast, state, site)
+        boasts = site.client == 1 or (site.client == 2 and site.round == 1)
+        return {**update, "count": update["count"] + (1000 if boasts else 0)}, state
+
+    update_like = FedAvg.update_like
+'''
+
+
+def test_a_run_says_whom_it_refused_throughout(tmp_path: Path, tiny: Callable[..., dict[str, Any]]) -> None:
+    """Also where it was resumed in between; client 2, which was refused once, is not named."""
+    (tmp_path / "refused.py").write_text(REFUSED)
+    values = tiny(method__name=str(tmp_path / "refused.py"), clients_per_round=3, rounds=3)
+    folder = RunFolder.create(tmp_path / "run", Experiment.parse(values))
+    steps = Run(folder, workers=1).steps()
+    next(steps)
+    steps.close()
+    resumed = Run(RunFolder.open(tmp_path / "run"), workers=1)
+    assert [list(step.record["rejected"]) for step in resumed.steps()] == [["1"], ["1"]]
+    (note,) = resumed.notes
+    assert note.startswith("client 1 was refused in every round that it answered (in round 3: 'count' is ")

@@ -94,7 +94,7 @@ def check(update: Any, like: Tree, declared: Declared | None, num_classes: int, 
     if "count" in flat:
         _check_count(flat["count"], declared)
     for name, t in flat.items():
-        if name.startswith("buffers/") and name.endswith(("running_var", "num_batches_tracked")) and (t < 0).any():
+        if name.startswith("buffers/") and name.endswith("running_var") and (t < 0).any():
             raise UpdateRejected(f"tensor '{name}' is negative")
     for name, wanted in expected.items():
         if isinstance(wanted, Rows) and name.endswith("/classes") and name in flat:

@@ -100,7 +100,9 @@ class Averaging(BaseModel):
         match self.aggregation:
             case "krum" | "multi_krum":
                 chosen = robust.krum(answers, self.byzantine, several=self.aggregation == "multi_krum")
-                return {clients[i]: answers[i] for i in chosen}
+                # Distances are between directions. Statistics have none: those of the chosen could be anything.
+                buffers = robust.median([update.get("buffers", {}) for update in answers])
+                return {clients[i]: {**answers[i], **({"buffers": buffers} if buffers else {})} for i in chosen}
             case "norm_clipping":
                 return dict(zip(clients, robust.clip(answers, self.update_norm), strict=True))
             case _ if self.dp_clip is not None:
@@ -132,7 +134,7 @@ class Averaging(BaseModel):
         return {**weighted, "count": update["count"]}
 
     def stand_ins(self, total: Tree, clients: Sequence[ClientId], dtype: torch.dtype) -> dict[ClientId, Tree]:
-        """The mean for each client. BatchNorm's batch counter, of which the server takes the maximum, is a mean too."""
+        """The mean for each client."""
         number, n = len(clients), int(total["count"])
         if not number <= n <= number * MOST_EXAMPLES:
             raise UpdateRejected(f"'count' is {n} in all; {number} clients have at least one example each")
@@ -167,19 +169,15 @@ class Averaging(BaseModel):
         return {name: with_noise(t, deviation, key, purpose, name, site.round) for name, t in means.items()}
 
     def mean_buffers(self, updates: Sequence[Tree], weights: Sequence[float]) -> Tensors:
-        """Running statistics averaged like parameters; integers (BatchNorm's batch counter) by their maximum. They are
-        values and have no length to clip: norm clipping takes their median."""
+        """Running statistics averaged like parameters. They are values and have no length to clip: norm clipping takes
+        their median."""
         groups: list[Tensors] = [u.get("buffers", {}) for u in updates]
         match self.aggregation:
             case "median" | "norm_clipping":
                 return robust.median(groups)
             case "trimmed_mean":
                 return robust.trimmed_mean(groups, self.byzantine)
-        integers = [name for name, t in groups[0].items() if not t.is_floating_point()]
-        floats = [{name: t for name, t in g.items() if t.is_floating_point()} for g in groups]
-        return tree.weighted_mean(floats, weights) | {
-            name: torch.stack([g[name] for g in groups]).amax(dim=0) for name in integers
-        }
+        return tree.weighted_mean(groups, weights)
 
     def mean_over_holders(
         self, sent: Sequence[Tensors], classifier: Tensors, weights: Sequence[Tensor] | None = None
@@ -217,11 +215,16 @@ def delta(net: Net, start: Tensors) -> Tensors:
 
 
 def buffers(net: Net) -> Tensors:
-    """Values that are not trained but follow the training, such as running statistics; none of a frozen encoder."""
+    """Values that are not trained but follow the training, such as running statistics; none of a frozen encoder. Whole
+    numbers, such as BatchNorm's batch counter, say nothing of the data: the server keeps its own."""
     if not net.encoder.training or next(net.buffers(), None) is None:
         return {}
     parameters = {name for name, _ in net.named_parameters()}
-    return {name: t.detach().cpu().clone() for name, t in net.state_dict().items() if name not in parameters}
+    return {
+        name: t.detach().cpu().clone()
+        for name, t in net.state_dict().items()
+        if name not in parameters and t.is_floating_point()
+    }
 
 
 def client_report(net: Net, start: Tensors, count: int, loss: Tensor) -> dict[str, Any]:

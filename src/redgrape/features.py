@@ -21,6 +21,16 @@ def batchnorms(module: nn.Module) -> list[_BatchNorm]:
     return [m for m in module.modules() if isinstance(m, _BatchNorm)]
 
 
+def momenta(module: nn.Module) -> dict[str, float]:
+    """By the name of every running statistic, the share of a batch in it: one where BatchNorm averages all batches."""
+    return {
+        f"{name}.{buffer}": 1.0 if layer.momentum is None else layer.momentum
+        for name, layer in module.named_modules()
+        if isinstance(layer, _BatchNorm)
+        for buffer in ("running_mean", "running_var")
+    }
+
+
 def features(encoder: nn.Module, x: Tensor, statistics: Statistics) -> Tensor:
     """h = f(x; P), without a graph. `running`: evaluation mode. `batch`: training mode, where BatchNorm uses the
     batch's statistics but leaves its buffers alone. `batch_update`: training mode as it is."""

@@ -48,17 +48,14 @@ def fewest_holders(rule: Rule, byzantine: int) -> int:
 
 
 def median(groups: Sequence[Mapping[str, Tensor]]) -> Tensors:
-    """The median of every coordinate: of an even number of values, the mean of the two in the middle. Of whole numbers
-    it is the lower of the two, which is one of them."""
+    """The median of every coordinate: of an even number of values, the mean of the two in the middle."""
     return _by_coordinate(groups, _middle)
 
 
 def trimmed_mean(groups: Sequence[Mapping[str, Tensor]], trim: int) -> Tensors:
-    """The mean of every coordinate without its `trim` largest and smallest values; of whole numbers the median."""
+    """The mean of every coordinate without its `trim` largest and smallest values."""
 
     def mean_inside(values: Tensor) -> Tensor:
-        if not values.is_floating_point():
-            return _middle(values)
         inside = values[trim : len(values) - trim].double()
         return inside.div_(len(inside)).sum(dim=0)
 
@@ -68,7 +65,7 @@ def trimmed_mean(groups: Sequence[Mapping[str, Tensor]], trim: int) -> Tensors:
 def _middle(values: Tensor) -> Tensor:
     n = len(values)
     low, high = values[(n - 1) // 2], values[n // 2]
-    return low.double() / 2 + high.double() / 2 if values.is_floating_point() else low
+    return low.double() / 2 + high.double() / 2
 
 
 def _by_coordinate(groups: Sequence[Mapping[str, Tensor]], reduce: Callable[[Tensor], Tensor]) -> Tensors:

@@ -95,6 +95,7 @@ class Run:
                         self._note_lost(step.record)
                         yield step
                     assert state is not None  # there is at least one round
+                    self.notes += self._refused_throughout()
                     confusion = training.engine.evaluate(state.server["model"], "test").confusion.tolist()
             assert state is not None
             self.folder.write_summary(summarize(self.folder, self.experiment, state, confusion))
@@ -107,6 +108,21 @@ class Run:
                     f"client {client} failed three times in round {record['round']} and was left out of it ({reason}); "
                     "metrics.jsonl tells of every such round, under 'lost'"
                 )
+
+    def _refused_throughout(self) -> list[str]:
+        """The clients none of whose answers counted, though they gave some, in the whole run."""
+        records = self.folder.metrics()
+        counted = {str(k) for record in records for k in record["answered"]}
+        last = {k: (record["round"], reason) for record in records for k, reason in record["rejected"].items()}
+        return [
+            f"{self._client_name(int(k))} was refused in every round that it answered (in round {round}: {reason}); "
+            "metrics.jsonl tells of every such round, under 'rejected'"
+            for k, (round, reason) in sorted(last.items(), key=lambda item: int(item[0]))
+            if k not in counted
+        ]
+
+    def _client_name(self, client: int) -> str:
+        return f"client {client}"
 
     def _check_files(self, before: Mapping[str, Any] | None) -> None:
         """Raise ConfigError where the method's own file is not what it was when the run began."""

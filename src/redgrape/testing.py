@@ -582,10 +582,8 @@ def _kind(t: Tensor) -> tuple[torch.Size, torch.dtype]:
 
 
 def _must_be_close(expected: Tensors, found: Tensors, what: str) -> None:
-    """To rounding in double precision; batch counters, which nothing reads, may differ."""
+    """To rounding in double precision."""
     for name in sorted(expected.keys() | found.keys()):
-        if name.endswith("num_batches_tracked"):
-            continue
         if name not in expected or name not in found or _kind(expected[name]) != _kind(found[name]):
             raise AssertionError(f"{what} has another '{name}' than the one made from updates")
         if not torch.allclose(expected[name].double(), found[name].double(), rtol=1e-9, atol=1e-11):

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from redgrape import engines, keys, tree
+from redgrape import engines, features, keys, plausible, tree
 from redgrape.acceptance import MOST_EXAMPLES, Declared, NotFinite, UpdateRejected, check_length, first_not_finite
 from redgrape.aggregation import Averaging
 from redgrape.data.federation import Federation
@@ -25,6 +25,7 @@ from redgrape.features import batchnorms
 from redgrape.method import ClientId, Method, ServerSite
 from redgrape.nets.net import Net
 from redgrape.numerics import same_bits_everywhere
+from redgrape.plausible import Measures
 from redgrape.shelf import Shelf
 from redgrape.tree import Tensors, Tree
 
@@ -108,16 +109,20 @@ def _round(
     min_answers: int,
 ) -> RunState:
     broadcast = tree.ordered(method.broadcast(state.server))
-    like = method.update_like(state.server, site)
+    like, model = method.update_like(state.server, site), state.server["model"]
+    momenta = features.momenta(site.load(model)) if like.get("buffers") else {}
 
-    def check(client: ClientId | None, update: Tree) -> None:
+    def check(client: ClientId | None, update: Tree) -> Measures:
         known = None if declared is None or client is None else declared(client)
         method.check_update(update, like, known, site)
-        check_length(update, state.server["model"])
+        check_length(update, model)
+        steps = None if client is None or "count" not in update else method.steps(int(update["count"]))
+        return plausible.measured(update, like, model, momenta, steps)
 
     answers = _Answers(sampled, site.round, check, shelf)
     for k, answer in engine.run_clients(broadcast, sampled, state.clients, site.round):
         answers.take(k, answer)
+    answers.compare(model)
     updates = answers.updates()
     answers.must_be(max(min_answers, method.fewest_answers()))
     counted = method.counted(updates)
@@ -132,7 +137,7 @@ def _round(
         "rejected": {str(k): str(reason) for k, reason in answers.rejected.items()},
         "lost": {str(k): reason for k, reason in answers.lost.items()},
         **({"left_out": [k for k in updates if k not in counted]} if len(counted) < len(updates) else {}),
-        "train_loss": _mean_loss(updates),
+        **_losses(updates, site.num_classes),
         "bytes_down": len(sampled) * tree.num_bytes(broadcast),
         "bytes_up": sum(tree.num_bytes(update) for update in updates.values()),
         **{name: value.tolist() for name, value in method.log(server, counted).items()},
@@ -148,10 +153,11 @@ class _Answers:
     in which they come."""
 
     def __init__(
-        self, asked: Sequence[ClientId], round: int, check: Callable[[ClientId | None, Tree], None], shelf: Shelf
+        self, asked: Sequence[ClientId], round: int, check: Callable[[ClientId | None, Tree], Measures], shelf: Shelf
     ) -> None:
         self._asked, self._round, self._check, self._shelf = frozenset(asked), round, check, shelf
         self._updates: dict[ClientId, Tree] = {}
+        self._measures: dict[ClientId, Measures] = {}
         self._refused: dict[ClientId, UpdateRejected] = {}
         self._unasked: dict[ClientId, UpdateRejected] = {}  # strangers, and answers to another round's question
         self._lost: dict[ClientId, str] = {}
@@ -169,19 +175,25 @@ class _Answers:
         else:
             of_sum = isinstance(answer, ShareOfSum)
             try:
-                self._check(None if of_sum else client, answer.update)  # a mean is held to no single client's data
+                # A mean is held to no single client's data.
+                measures = self._check(None if of_sum else client, answer.update)
             except UpdateRejected as reason:
                 if of_sum:
                     raise sum_refused(self._round, reason) from reason
                 self._refuse(client, reason)
             else:
-                self._updates[client] = self._shelf.put(answer.update)
+                self._updates[client], self._measures[client] = self._shelf.put(answer.update), measures
                 if answer.state:  # a client without state (most methods) is not remembered
                     self.states[client] = self._shelf.put(answer.state)
 
     def _refuse(self, client: ClientId, reason: UpdateRejected) -> None:
         self._updates.pop(client, None)
         self._refused[client] = reason
+
+    def compare(self, model: Tensors) -> None:
+        """Refuse what is far beyond the others, once all are there."""
+        for client, reason in plausible.outliers({k: self._measures[k] for k in self.updates()}, model).items():
+            self._refuse(client, reason)
 
     def updates(self) -> dict[ClientId, Tree]:
         return dict(sorted(self._updates.items()))
@@ -282,10 +294,17 @@ def sample_clients(eligible: Sequence[ClientId], count: int, seed: int, round: i
     return sorted(eligible[i] for i in chosen.tolist())
 
 
-def _mean_loss(updates: Mapping[ClientId, Tree]) -> float | None:
-    """The clients' training losses, weighted by their examples, where the method reports them."""
-    pairs = [(float(u["loss"]), float(u["count"])) for u in updates.values() if "loss" in u and "count" in u]
-    return sum(loss * n for loss, n in pairs) / sum(n for _, n in pairs) if pairs else None
+def _losses(updates: Mapping[ClientId, Tree], num_classes: int) -> dict[str, Any]:
+    """The clients' training losses, weighted by their examples, where the method reports them. One that is not
+    plausible counts as the largest that is, and is named."""
+    claimed = {k: float(u["loss"]) for k, u in updates.items() if "loss" in u and "count" in u}
+    if not claimed:
+        return {"train_loss": None}
+    most = plausible.most_loss(list(claimed.values()), num_classes)
+    pairs = [(max(-most, min(loss, most)), float(updates[k]["count"])) for k, loss in claimed.items()]
+    capped = {str(k): loss for k, loss in claimed.items() if abs(loss) > most}
+    mean = sum(loss * n for loss, n in pairs) / sum(n for _, n in pairs)
+    return {"train_loss": mean, **({"capped_loss": capped} if capped else {})}
 
 
 @dataclass(frozen=True)

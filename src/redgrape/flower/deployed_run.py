@@ -110,8 +110,10 @@ class DeployedRun(Run):
         for what, reasons in (("lost", record["lost"]), ("rejected", record["rejected"])):
             for client, reason in reasons.items():
                 words = "was not there" if what == "lost" else "sent an update that is rejected"
-                site = self._deployment.options.sites[int(client)]
-                self._say(f"round {record['round']}: site '{site}' {words}: {reason}")
+                self._say(f"round {record['round']}: {self._client_name(int(client))} {words}: {reason}")
+
+    def _client_name(self, client: int) -> str:
+        return f"site '{self._deployment.options.sites[client]}'"
 
 
 def _contents(*sets: Examples | None) -> str:

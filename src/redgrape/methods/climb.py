@@ -10,16 +10,19 @@ it the weight of what the client changes.
     server  w_i = max(0, 1 + lambda_i - mean over all clients of lambda)
             theta <- theta + eta_s sum_i n_i w_i / (sum_j n_j w_j) delta_i
             lambda_i <- clamp(lambda_i + eta_D (f_i - mean_j f_j - eps), 0, 100)    for the clients that answered
+
+An f_i beyond all that is plausible in its round counts as the largest that is. Still a client that claims a high loss
+in every round gets all the weight in the end: that is the method.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import ClassVar, Self
 
 import torch
 import torch.nn.functional as F
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor
 
 from redgrape import tree
@@ -27,6 +30,7 @@ from redgrape.acceptance import Declared, UpdateRejected
 from redgrape.aggregation import sample_weights
 from redgrape.method import ClientId, ClientSite, ServerSite
 from redgrape.methods.fedavg import FedAvg
+from redgrape.plausible import most_loss
 from redgrape.tree import Tensors, Tree
 
 _LARGEST_DUAL = 100.0
@@ -52,6 +56,15 @@ class Climb(FedAvg):
     )
 
     assumes: ClassVar[str] = "the server knows who sends"
+
+    @model_validator(mode="after")
+    def _weights_are_claimed(self) -> Self:
+        if self.aggregation in ("norm_clipping", "multi_krum"):
+            raise ValueError(
+                f"aggregation is {self.aggregation}, which keeps CLIMB's weights, and a client gets any weight by the "
+                "loss that it claims; choose median or trimmed_mean"
+            )
+        return self
 
     def init_server(self, model: Tensors, site: ServerSite) -> Tree:
         return {"model": model, "dual": torch.zeros(site.num_clients, dtype=torch.float64)}
@@ -90,6 +103,7 @@ class Climb(FedAvg):
         weights = client_weights(server["dual"], clients, counts)
         moved = tree.add(server["model"], self.mean_delta(answers, weights), self.server_lr)
         f = torch.stack([u["received_loss"] for u in answers])
+        f = f.clamp(max=most_loss(f.tolist(), site.num_classes))
         dual = server["dual"].clone()
         dual[clients] = (dual[clients] + self.dual_lr * (f - f.mean() - self.eps)).clamp(0, _LARGEST_DUAL)
         return {"model": {**moved, **self.mean_buffers(answers, counts)}, "dual": dual}
