@@ -493,6 +493,7 @@ def corner(tmp_path: Path, vectors: Path, finished: Path, toml: Path) -> dict[st
     (tmp_path / "cut.npz").write_bytes(content[: len(content) // 2])
     (tmp_path / "note.txt").write_text("not data")
     (tmp_path / "bad.toml").write_text("seed = = 1")
+    (tmp_path / "deep.toml").write_text(".".join("a" * 20_000) + " = 1")
     (tmp_path / "value.toml").write_text("data = 3\nmethod = 'fedavg'\n")
     (tmp_path / "broken.py").write_text("def broken(:")
     (tmp_path / "pictures").mkdir()
@@ -526,6 +527,8 @@ BAD = [
     ("run --workers 0", 2, "'0' is not a whole number of at least 1"),
     ("run --workers two", 2, "'two' is not a whole number of at least 1"),
     ("run --clients-per-round 30", 2, "clients_per_round is 30, and there are only 10 data.clients"),
+    ("run deep.toml", 2, "a key of more than 100 parts"),
+    ("run -c " + "a." * 20000 + "a=1", 2, "has 20001 parts; a key has at most 100"),
     ("run missing.toml", 2, "cannot read the experiment 'missing.toml'"),
     ("run bad.toml", 2, "'bad.toml' is not valid TOML"),
     ("run value.toml --ir 3", 2, "'data' is a value, not a section"),
@@ -544,6 +547,10 @@ BAD = [
     ("compare fedavg --seeds 1,1", 2, "names a seed twice"),
     ("compare fedavg --experiment TOML --net cnn --workers 1", 2, "net 'cnn' needs images"),
     ("resume RUN --rounds 1", 2, "choose more"),
+    ("methods --classes -3", 2, "'-3' is not a whole number of at least 1"),
+    ("methods --classes 999999999", 2, "too many numbers to try"),
+    ("methods --shape 1,99999,99999", 2, "too many numbers to try"),
+    ("methods --shape 1,2000,2000", 2, "net 'cnn' would have 8,192,057,738 weights"),
     ("methods nope", 2, "unknown method 'nope'"),
     ("data", 2, "required: COMMAND"),
     ("data show --ir 0", 2, "data.ir is 0.0"),
@@ -790,6 +797,43 @@ def test_a_reader_that_has_gone(finished: Path) -> None:
             done = redgrape_process(*arguments, env=environment, **streams)
         assert done.stderr == ""
         assert done.returncode in (1, 141)  # 1 is rich's
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs a shell")
+@pytest.mark.parametrize("arguments", ["methods", "methods fedavg --json", "--help", "nonsense"])
+@pytest.mark.parametrize("streams", [">&-", "2>&-", "<&- >&- 2>&-", "| true"])
+def test_streams_that_are_closed(arguments: str, streams: str, tmp_path: Path) -> None:
+    """Nobody reads what is printed; the command does its work all the same, and no traceback comes."""
+    line = f"{sys.executable} -m redgrape {arguments} {streams}"
+    done = subprocess.run(line, shell=True, cwd=tmp_path, capture_output=True, text=True, check=False)
+    expected = 2 if arguments == "nonsense" else 0
+    assert done.returncode == (0 if streams == "| true" else expected)
+    assert "Traceback" not in done.stderr
+    assert "Exception" not in done.stderr
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_more_memory_than_there_is(command: Command, toml: Path, tmp_path: Path, workers: int) -> None:
+    method = tmp_path / "greedy.py"
+    method.write_text(GREEDY)
+    before = tree_of(tmp_path)
+    outcome = command("run", toml, "--method", method, "--workers", workers, "--out", "r")
+    assert (outcome.code, outcome.out) == (2, "")
+    assert "needs more memory than there is" in outcome.err
+    assert "Traceback" not in outcome.err
+    assert tree_of(tmp_path) == before
+
+
+GREEDY = """
+import torch
+
+from redgrape.methods.fedavg import FedAvg
+
+
+class Greedy(FedAvg):
+    def client_update(self, broadcast, state, site):
+        torch.empty(1 << 50)
+"""
 
 
 def test_a_terminal_that_knows_only_ascii(finished: Path) -> None:

@@ -450,6 +450,9 @@ def test_overrides_come_after_the_preset() -> None:
         ("=3", "is not of the form key=value"),
         ("x" * 5000, "is not of the form key=value"),
         ("seed.x=3", "'seed' is a value, not a section"),
+        ("rounds=1\nseed=2", "'rounds=1 seed=2' has a line break"),
+        ("rounds=1\r\n[data]", "has a line break"),
+        ("a." * 20_000 + "a=1", "has 20001 parts"),
     ],
 )
 def test_an_override_that_cannot_be_is_refused(assignment: str, words: str) -> None:

@@ -35,6 +35,14 @@ def storage_errors(doing: str, path: Path) -> Iterator[None]:
         raise StorageError(f"cannot {doing} '{path}': {error.strerror or error}") from error
 
 
+def ordinary(path: Path) -> Path:
+    """The path of a file that is to be opened; StorageError for a pipe or a device, which may be read for ever."""
+    with storage_errors("read", path):
+        if path.exists() and not path.is_file() and not path.is_dir():
+            raise StorageError(f"'{path}' is a pipe or a device; name an ordinary file")
+    return path
+
+
 def check_ordinary(folder: Path) -> None:
     """Raise StorageError where the folder holds anything but files and folders: through a link, what is meant for a
     place in it would be written elsewhere, and a pipe would be read for ever."""

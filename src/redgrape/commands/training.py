@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from redgrape import report
 from redgrape.disclosure import disclosed, leak_in_one_line
-from redgrape.errors import ConfigError, DataError
+from redgrape.errors import ConfigError, DataError, enough_memory
 from redgrape.experiment import Experiment, override, put, read_toml
 from redgrape.progress import Progress
 from redgrape.runs import Run
@@ -162,7 +162,7 @@ def carry_out(folder: RunFolder, options: argparse.Namespace, label: str) -> boo
     any_round = False
     progress = Progress(label, folder.newest_round(), this.experiment.rounds, as_json=options.json, quiet=options.quiet)
     try:
-        with progress, _tensorboard(folder, options) as log:
+        with enough_memory(), progress, _tensorboard(folder, options) as log:
             for step in this.steps():
                 any_round = True
                 progress.step(step)
