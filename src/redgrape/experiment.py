@@ -76,11 +76,15 @@ class Experiment(BaseModel):
     model_config = _STRICT
 
     seed: int = Field(0, ge=0, le=2**63 - 1, description="decides split, initial weights, sampling and shuffling")
-    rounds: int = Field(20, ge=1, description="rounds of communication")
-    clients_per_round: int | None = Field(None, ge=1, description="clients sampled a round; left out: all of them")
-    min_answers: int = Field(1, ge=1, description="stop where fewer clients' answers count in a round")
-    evaluate_every: int = Field(1, ge=1, description="evaluate every so many rounds, and in each of the last ten")
-    checkpoint_every: int = Field(1, ge=1, description="save every so many rounds, and after the last")
+    rounds: int = Field(20, ge=1, le=10**9, description="rounds of communication")
+    clients_per_round: int | None = Field(
+        None, ge=1, le=10**9, description="clients sampled a round; left out: all of them"
+    )
+    min_answers: int = Field(1, ge=1, le=10**9, description="stop where fewer clients' answers count in a round")
+    evaluate_every: int = Field(
+        1, ge=1, le=10**9, description="evaluate every so many rounds, and in each of the last ten"
+    )
+    checkpoint_every: int = Field(1, ge=1, le=10**9, description="save every so many rounds, and after the last")
     data: DataOptions = Field(default_factory=DataOptions)
     net: NetOptions = Field(default_factory=NetOptions)
     method: MethodOptions = Field(default_factory=MethodOptions)
@@ -195,7 +199,7 @@ def build_net(name: str, shape: tuple[int, ...], num_classes: int, seed: int, we
 def _weights_for(own: Tensors, path: Path) -> Tensors:
     """The tensors of the file whose names the net has; a file that has none of the encoder's is refused."""
     try:
-        stored = safetensors.torch.load_file(path)
+        stored = safetensors.torch.load_file(durable.ordinary(path, DataError))
     except (OSError, safetensors.SafetensorError) as error:
         raise DataError(f"cannot read initial weights from '{path}': {error}") from error
     taken = {name: t for name, t in stored.items() if name in own}
@@ -210,7 +214,7 @@ def _weights_for(own: Tensors, path: Path) -> Tensors:
 
 def read_toml(path: Path) -> dict[str, Any]:
     try:
-        return _toml(durable.ordinary(path).read_text(encoding="utf-8-sig"))
+        return _toml(durable.ordinary(path, ConfigError).read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise ConfigError(f"cannot read the experiment '{path}': {error.strerror}") from error
     except (ValueError, RecursionError) as error:  # bad TOML, bad UTF-8, or a number of too many digits

@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, closing, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from redgrape import report
+from redgrape import durable, report
 from redgrape.disclosure import disclosed, leak_in_one_line
 from redgrape.errors import ConfigError, DataError, enough_memory
 from redgrape.experiment import Experiment, override, put, read_toml
@@ -87,7 +87,7 @@ def compare(options: argparse.Namespace) -> None:
     results = report.collect(finished, options.on)
     picture = options.out / "per_class.png"
     text = f"{report.markdown(results)}\n\n{report.caption(results)}\n"
-    (options.out / "table.md").write_text(text, encoding="utf-8")
+    durable.replace_file(options.out / "table.md", text.encode())
     if options.json:
         report.draw_per_class(results, picture)
         values = {r.label: {figure: r.values(figure) for figure in report.FIGURES} for r in results}

@@ -22,6 +22,7 @@ from typing import Annotated, Any, Literal, Self, TypeVar
 import tomli_w
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
+from redgrape import durable
 from redgrape.errors import ConfigError
 from redgrape.validation import one_line, short
 
@@ -95,7 +96,7 @@ class _Described(BaseModel):
     @classmethod
     def read(cls: type[_Folder], path: Path) -> _Folder:
         try:
-            values = tomllib.loads(path.read_text(encoding="utf-8-sig"))
+            values = tomllib.loads(durable.ordinary(path).read_text(encoding="utf-8-sig"))
         except OSError as error:
             raise ConfigError(f"cannot read '{path}': {error.strerror}") from error
         except (ValueError, RecursionError) as error:
