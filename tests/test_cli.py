@@ -85,6 +85,13 @@ def finished(tmp_path_factory: pytest.TempPathFactory, toml: Path) -> Path:
     return path
 
 
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory, finished: Path) -> Path:
+    path = tmp_path_factory.mktemp("exported") / "model"
+    assert cli.run(["export", str(finished), str(path)]) == 0
+    return path
+
+
 @pytest.fixture
 def copied(finished: Path, tmp_path: Path) -> Path:
     """The same, to be changed: without checksums, which would tell."""
@@ -487,18 +494,27 @@ def test_the_digits_that_come_with_a_package(command: Command) -> None:
 
 
 @pytest.fixture
-def corner(tmp_path: Path, vectors: Path, finished: Path, toml: Path) -> dict[str, Path]:
+def corner(tmp_path: Path, vectors: Path, finished: Path, toml: Path, model: Path) -> dict[str, Path]:
     """Files of all sorts, by the names that the bad command lines call them."""
     content = vectors.read_bytes()
     (tmp_path / "cut.npz").write_bytes(content[: len(content) // 2])
     (tmp_path / "note.txt").write_text("not data")
     (tmp_path / "bad.toml").write_text("seed = = 1")
+    (tmp_path / "deep.toml").write_text(".".join("a" * 20_000) + " = 1")
     (tmp_path / "value.toml").write_text("data = 3\nmethod = 'fedavg'\n")
     (tmp_path / "broken.py").write_text("def broken(:")
     (tmp_path / "pictures").mkdir()
     np.savez(tmp_path / "one_class.npz", x=np.eye(4, dtype=np.float32), y=np.zeros(4, int))
     np.savez(tmp_path / "nan.npz", x=np.full((9, 2), np.nan, np.float32), y=np.arange(9) % 3)
-    return {"VECTORS": vectors, "RUN": finished, "TOML": toml}
+    x, y = np.eye(9, 2, dtype=np.float32), np.arange(9) % 3
+    np.savez(tmp_path / "float64.npz", x=np.where(np.arange(9)[:, None] == 4, 1e39, x.astype(float)), y=y)
+    np.savez(tmp_path / "no_columns.npz", x=x[:, :0], y=y)
+    np.savez(tmp_path / "twice.npz", x=x, y=y, class_names=np.array(["a", "b", "a"]))
+    np.savez(tmp_path / "nameless.npz", x=x, y=y, class_names=np.array(["a", " ", "b"]))
+    np.savez(tmp_path / "untrained.npz", x=x, y=y % 2, x_test=x, y_test=y)
+    for suffix in ("", ".npz", ".py"):
+        os.mkfifo(tmp_path / f"PIPE{suffix}")
+    return {"VECTORS": vectors, "RUN": finished, "TOML": toml, "MODEL": model}
 
 
 BAD = [
@@ -526,7 +542,24 @@ BAD = [
     ("run --workers 0", 2, "'0' is not a whole number of at least 1"),
     ("run --workers two", 2, "'two' is not a whole number of at least 1"),
     ("run --clients-per-round 30", 2, "clients_per_round is 30, and there are only 10 data.clients"),
+    ("run deep.toml", 2, "a key of more than 100 parts"),
+    ("run -c " + "a." * 20000 + "a=1", 2, "has 20001 parts; a key has at most 100"),
     ("run missing.toml", 2, "cannot read the experiment 'missing.toml'"),
+    ("run PIPE", 2, "is a pipe or a device; name an ordinary file"),
+    ("run TOML --data PIPE.npz", 65, "is a pipe or a device"),
+    ("run TOML -c net.weights=PIPE", 65, "is a pipe or a device"),
+    ("run --method PIPE.py", 2, "no method file at"),
+    ("run TOML --data float64.npz", 65, "x has 1e+39 in row 4, which no float32 can hold"),
+    ("run TOML --data no_columns.npz", 65, "an example of no numbers tells nothing"),
+    ("run TOML --data twice.npz", 65, "two classes are named 'a'"),
+    ("run TOML --data nameless.npz", 65, "class 1 has an empty name"),
+    ("run TOML --data untrained.npz", 65, "class '2' has test examples and no training example"),
+    ("run --data pictures -c data.image_size=" + "1" + "0" * 30, 2, "data.image_size is 1000"),
+    ("run --data pictures -c data.image_size=1000000", 2, "it must be at most 4096"),
+    ("run -c method.server_lr=1e308", 2, "method.server_lr is 1e+308; it must be at most 1000000000.0"),
+    ("data show TOML --out PIPE", 74, "is a pipe or a device"),
+    ("evaluate MODEL PIPE.npz", 65, "is a pipe or a device"),
+    ("predict MODEL PIPE.npz", 65, "is a pipe or a device"),
     ("run bad.toml", 2, "'bad.toml' is not valid TOML"),
     ("run value.toml --ir 3", 2, "'data' is a value, not a section"),
     ("compare fedavg --experiment value.toml", 2, "it must be a section, [method]"),
@@ -544,6 +577,10 @@ BAD = [
     ("compare fedavg --seeds 1,1", 2, "names a seed twice"),
     ("compare fedavg --experiment TOML --net cnn --workers 1", 2, "net 'cnn' needs images"),
     ("resume RUN --rounds 1", 2, "choose more"),
+    ("methods --classes -3", 2, "'-3' is not a whole number of at least 1"),
+    ("methods --classes 999999999", 2, "too many numbers to try"),
+    ("methods --shape 1,99999,99999", 2, "too many numbers to try"),
+    ("methods --shape 1,2000,2000", 2, "net 'cnn' would have 8,192,057,738 weights"),
     ("methods nope", 2, "unknown method 'nope'"),
     ("data", 2, "required: COMMAND"),
     ("data show --ir 0", 2, "data.ir is 0.0"),
@@ -595,7 +632,7 @@ def test_debug_shows_the_traceback(command: Command) -> None:
 
 
 def test_a_run_that_diverges_ends_with_code_3(command: Command, toml: Path) -> None:
-    outcome = command("run", toml, "--lr", "1e38", "--workers", 1, "--out", "r")
+    outcome = command("run", toml, "--lr", "1e9", "-c", "method.weight_decay=1e9", "--workers", 1, "--out", "r")
     assert outcome.code == 3
     assert len(outcome.err.splitlines()) == 1
     assert "DIVERGED in round 1" in outcome.err
@@ -790,6 +827,43 @@ def test_a_reader_that_has_gone(finished: Path) -> None:
             done = redgrape_process(*arguments, env=environment, **streams)
         assert done.stderr == ""
         assert done.returncode in (1, 141)  # 1 is rich's
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs a shell")
+@pytest.mark.parametrize("arguments", ["methods", "methods fedavg --json", "--help", "nonsense"])
+@pytest.mark.parametrize("streams", [">&-", "2>&-", "<&- >&- 2>&-", "| true"])
+def test_streams_that_are_closed(arguments: str, streams: str, tmp_path: Path) -> None:
+    """Nobody reads what is printed; the command does its work all the same, and no traceback comes."""
+    line = f"{sys.executable} -m redgrape {arguments} {streams}"
+    done = subprocess.run(line, shell=True, cwd=tmp_path, capture_output=True, text=True, check=False)
+    expected = 2 if arguments == "nonsense" else 0
+    assert done.returncode == (0 if streams == "| true" else expected)
+    assert "Traceback" not in done.stderr
+    assert "Exception" not in done.stderr
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_more_memory_than_there_is(command: Command, toml: Path, tmp_path: Path, workers: int) -> None:
+    method = tmp_path / "greedy.py"
+    method.write_text(GREEDY)
+    before = tree_of(tmp_path)
+    outcome = command("run", toml, "--method", method, "--workers", workers, "--out", "r")
+    assert (outcome.code, outcome.out) == (2, "")
+    assert "needs more memory than there is" in outcome.err
+    assert "Traceback" not in outcome.err
+    assert tree_of(tmp_path) == before
+
+
+GREEDY = """
+import torch
+
+from redgrape.methods.fedavg import FedAvg
+
+
+class Greedy(FedAvg):
+    def client_update(self, broadcast, state, site):
+        torch.empty(1 << 50)
+"""
 
 
 def test_a_terminal_that_knows_only_ascii(finished: Path) -> None:

@@ -7,6 +7,7 @@ import math
 import random
 import re
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 import tomli_w
 
+import redgrape as rg
 from redgrape import cli, methods, nets, runs
 from redgrape.data.partition import Kind
 from redgrape.data.prepare import DataOptions
@@ -83,6 +85,42 @@ def out_of_bounds(field: Any) -> Iterator[float]:
                         yield max(value, -(2**62)) if name in {"ge", "gt"} else value
                     else:
                         yield limit + value
+
+
+MAY_BE_INFINITE = {"redgrape:method.threshold"}  # it is compared with counts, and inf is a word for never
+
+
+@pytest.mark.parametrize("key", sorted(FIELDS))
+def test_every_number_has_bounds(key: str) -> None:
+    """So that none meets a float32 or a size that cannot hold it: floats on both sides, whole numbers from above."""
+    field = FIELDS[key]
+    kinds, bounds = kinds_of(field), list(field.metadata)
+    if get_origin(field.annotation) is tuple:
+        kinds, *elements = get_args(get_args(field.annotation)[0])
+        kinds, bounds = [kinds], [bound for element in elements for bound in element.metadata]
+    high = min((getattr(b, n) for b in bounds for n in ("le", "lt") if hasattr(b, n)), default=math.inf)
+    low = max((getattr(b, n) for b in bounds for n in ("ge", "gt") if hasattr(b, n)), default=-math.inf)
+    if int in kinds:
+        assert high < 2**63
+    elif float in kinds and key not in MAY_BE_INFINITE:
+        assert -1e9 <= low <= high <= 1e9
+
+
+@pytest.mark.parametrize("name", methods.names())
+def test_floats_at_their_bounds_meet_no_error_of_torch(name: str) -> None:
+    """Rounds with each hyper-parameter as large and as small as it may be end well, or in one line."""
+    x, y = np.random.default_rng(0).normal(size=(24, 4)).astype(np.float32), np.arange(24) % 3
+    data = rg.Examples(x, y)
+    federation = rg.Federation([data, data], data, 3, auxiliary=data)
+    build = partial(nets.build, "linear", (4,), 3, 0)
+    method = methods.load(name)
+    for key, field in method.model_fields.items():
+        for value in (1e9, 1e-9, 1e-300) if float in kinds_of(field) else ():
+            try:
+                options = {**method.cheap, "epochs": 1, "batch_size": 12, key: value}
+                rg.train(method(**options), federation, build, rounds=2)
+            except RedgrapeError as error:
+                assert "\n" not in str(error)
 
 
 BROKEN = [

@@ -73,6 +73,16 @@ def options(**changes: Any) -> DeployOptions:
     return DeployOptions.model_validate(values | changes)
 
 
+@pytest.mark.parametrize("key", ["host", "bind"])
+def test_a_host_is_a_name_or_an_address(key: str) -> None:
+    for good in ("fl.example.org", "server-1", "localhost", "10.0.0.1", "::1", "2001:db8::5", "a" * 63 + ".org"):
+        assert getattr(options(**{key: good}), key) == good
+    bad = ["", "a b", "x/y", "http://x", "x:8443", "[::1]", "-a", "a-", "a..b", "a.", "1.2.3.999", "a_b", "bücher"]
+    for word in [*bad, "a" * 64, "a." * 127 + "b"]:
+        with pytest.raises(ValueError, match="is no name of a host and no address"):
+            options(**{key: word})
+
+
 @pytest.fixture
 def federated(tmp_path: Path) -> Federated:
     return Federated(tmp_path / "data")

@@ -208,8 +208,8 @@ def test_own_data_keeps_its_imbalance() -> None:
         ({"method": {"name": "x" * 5000}}, "unknown method 'xxx"),
         ({"method": {"preset": "relaesed"}}, "unknown preset 'relaesed'; did you mean 'released'?"),
         ({"data": {"partition": "idd"}}, "data.partition is 'idd'; choose from 'class_dirichlet'"),
-        ({"data": {"ir": math.nan}}, "data.ir is nan; input should be a finite number"),
-        ({"data": {"ir": math.inf}}, "data.ir is inf; input should be a finite number"),
+        ({"data": {"ir": math.nan}}, "data.ir is nan; it must be at most 1000000000.0"),
+        ({"data": {"ir": math.inf}}, "data.ir is inf; it must be at most 1000000000.0"),
         ({"data": {"ir": 0.5}}, "data.ir is 0.5; it must be at least 1"),
         ({"data": {"ir": 10**400}}, "data.ir is 1000"),
         ({"data": {"alpha": 0}}, "data.alpha is 0; it must be at least 1e-06"),
@@ -445,6 +445,9 @@ def test_overrides_come_after_the_preset() -> None:
         ("=3", "is not of the form key=value"),
         ("x" * 5000, "is not of the form key=value"),
         ("seed.x=3", "'seed' is a value, not a section"),
+        ("rounds=1\nseed=2", "'rounds=1 seed=2' has a line break"),
+        ("rounds=1\r\n[data]", "has a line break"),
+        ("a." * 20_000 + "a=1", "has 20001 parts"),
     ],
 )
 def test_an_override_that_cannot_be_is_refused(assignment: str, words: str) -> None:

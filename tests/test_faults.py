@@ -177,8 +177,12 @@ def test_a_long_run_under_fire(tmp_path: Path, tally: Tally) -> None:
 
 
 @linux
-def test_a_real_process_that_is_killed_leaves_nothing_running_and_nothing_behind(tmp_path: Path, tiny: Values) -> None:
-    """Its clients would go on for a minute; they end with it. Its temporary folder is empty afterwards."""
+@pytest.mark.parametrize("stopped", ["nobody", "the server of processes", "all of them"])
+def test_a_real_process_that_is_killed_leaves_nothing_running_and_nothing_behind(
+    tmp_path: Path, tiny: Values, stopped: str
+) -> None:
+    """Its clients would go on for a minute; they end with it, also where SIGSTOP has stopped whom they come from. Its
+    temporary folder is empty afterwards."""
     toml = tmp_path / "e.toml"
     toml.write_text(Experiment.parse(tiny(rounds=3)).to_toml())
     temporary = Path(tempfile.mkdtemp())  # not below tmp_path: the name of a socket in it may have 107 bytes
@@ -198,9 +202,16 @@ def test_a_real_process_that_is_killed_leaves_nothing_running_and_nothing_behind
                 time.sleep(0.05)
             assert len(victims.workers_of(process.pid)) >= 2
             time.sleep(1)  # until the clients are at work
+            workers = victims.workers_of(process.pid)
+            servers = {parent for pid, parent, _ in victims.processes() if pid in workers}
+            for pid in {"nobody": set(), "the server of processes": servers}.get(stopped, {*servers, *workers}):
+                os.kill(pid, signal.SIGSTOP)
         finally:
             process.kill()
-    assert victims.orphans(process.pid) == []
+    left = victims.orphans(process.pid)
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+    assert left == []
     assert [path.name for path in temporary.iterdir()] == []
     temporary.rmdir()
 

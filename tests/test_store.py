@@ -666,7 +666,9 @@ def test_a_run_that_diverges_keeps_its_last_good_round(
 ) -> None:
     """It stops with exit code 3 and writes neither the line nor the checkpoint of the round that went wrong."""
     monkeypatch.setattr(acceptance, "LONGEST", math.inf)  # else no round is good
-    folder = RunFolder.create(tmp_path / "run", Experiment.parse(tiny(rounds=9, method__lr=1e37)))
+    folder = RunFolder.create(
+        tmp_path / "run", Experiment.parse(tiny(rounds=9, method__lr=1e9, method__weight_decay=1e5))
+    )
     with pytest.raises(Diverged, match="DIVERGED in round"):
         for _ in Run(folder, workers=1).steps():
             pass

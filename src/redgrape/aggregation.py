@@ -22,6 +22,7 @@ from redgrape.errors import ConfigError
 from redgrape.nets.net import Net
 from redgrape.noise import with_noise
 from redgrape.tree import Tensors, Tree
+from redgrape.validation import LARGEST
 
 if TYPE_CHECKING:
     from redgrape.method import ClientId, ServerSite, Site
@@ -39,13 +40,13 @@ class Averaging(BaseModel):
         1, ge=1, le=10**6, description="malicious clients a round that the robust aggregations are to withstand"
     )
     update_norm: float | None = Field(
-        None, gt=0, allow_inf_nan=False, description="longest update with norm_clipping; none: a round's median length"
+        None, gt=0, le=LARGEST, description="longest update with norm_clipping; none: a round's median length"
     )
     dp_clip: float | None = Field(
-        None, gt=0, allow_inf_nan=False, description="longest update of a client; clients then count alike"
+        None, gt=0, le=LARGEST, description="longest update of a client; clients then count alike"
     )
     dp_noise: float = Field(
-        0.0, ge=0, allow_inf_nan=False, description="noise on the sum of the updates, in multiples of dp_clip"
+        0.0, ge=0, le=LARGEST, description="noise on the sum of the updates, in multiples of dp_clip"
     )
     dp_delta: float = Field(1e-5, gt=0, lt=1, description="the delta at which epsilon is told")
     dp_randomness: Literal["secret", "seed"] = Field(

@@ -96,7 +96,7 @@ def _as_text(listed: Mapping[str, Iterable[str]]) -> bytes:
 
 def _content(path: Path) -> bytes | None:
     with durable.storage_errors("read", path):
-        return path.read_bytes() if path.exists() else None
+        return durable.ordinary(path).read_bytes() if path.exists() else None
 
 
 def digest_of(data: bytes) -> str:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from redgrape import __version__
-from redgrape.errors import ConfigError, RedgrapeError, StorageError
+from redgrape.errors import ConfigError, RedgrapeError, StorageError, enough_memory
 from redgrape.terminal import printable
 
 
@@ -46,6 +46,9 @@ ENDED = {signal.SIGINT: 130, signal.SIGTERM: 143}  # the exit codes of a command
 
 
 def main(arguments: list[str] | None = None) -> NoReturn:
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:  # closed: the next file that is opened would take its number
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode))
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a path may hold anything, a terminal may show only ASCII
     code = run(sys.argv[1:] if arguments is None else arguments)
@@ -65,9 +68,12 @@ def _run(arguments: list[str]) -> int:
     debug = "--debug" in arguments
     words = [word for word in arguments if word != "--debug"]
     try:
-        options = _parser().parse_args(words)
-        options.command(options)
-        sys.stdout.flush()
+        try:
+            options = _parser().parse_args(words)
+            with enough_memory():
+                options.command(options)
+        finally:
+            sys.stdout.flush()  # here, where it can be told what goes wrong
     except RedgrapeError as error:
         if debug:
             raise
@@ -223,7 +229,7 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("name", nargs="?", help="a method")
     command.add_argument("--net", default="cnn", metavar="NAME", help="tell what is sent with this net (cnn)")
     command.add_argument("--shape", type=_shape, default=(1, 28, 28), metavar="1,28,28", help="and such inputs")
-    command.add_argument("--classes", type=int, default=10, metavar="N", help="and so many classes (10)")
+    command.add_argument("--classes", type=_positive, default=10, metavar="N", help="and so many classes (10)")
 
     data = commands.add_parser("data", help="look at data or fetch it", description="Look at data or fetch it.")
     parts = data.add_subparsers(required=True, metavar="COMMAND", parser_class=_Parser)
@@ -403,8 +409,8 @@ def _add_execution_flags(command: argparse.ArgumentParser) -> None:
 
 
 def _positive(text: str) -> int:
-    if not (text.isdecimal() and int(text) > 0):
-        raise argparse.ArgumentTypeError(f"'{text}' is not a whole number of at least 1")
+    if not (text.isdecimal() and len(text) < 10 and int(text) > 0):
+        raise argparse.ArgumentTypeError(f"'{text[:40]}' is not a whole number of at least 1 and below 10^9")
     return int(text)
 
 
@@ -426,12 +432,9 @@ def _port(text: str) -> int:
 
 def _shape(text: str) -> tuple[int, ...]:
     try:
-        shape = tuple(int(part) for part in text.split(","))
-    except ValueError:
-        shape = ()
-    if not shape or min(shape) < 1:
-        raise argparse.ArgumentTypeError(f"'{text}' is not a shape such as 1,28,28 or 512")
-    return shape
+        return tuple(map(_positive, text.split(",")))
+    except argparse.ArgumentTypeError:
+        raise argparse.ArgumentTypeError(f"'{text[:40]}' is not a shape such as 1,28,28 or 512") from None
 
 
 def _seeds(text: str) -> list[int]:

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from redgrape.errors import StorageError
+from redgrape.errors import RedgrapeError, StorageError
 
 _steps: dict[str, int] = {}
 
@@ -33,6 +33,14 @@ def storage_errors(doing: str, path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise StorageError(f"cannot {doing} '{path}': {error.strerror or error}") from error
+
+
+def ordinary(path: Path, error: type[RedgrapeError] = StorageError) -> Path:
+    """The path of a file that is to be opened; this error for a pipe or a device, which may be read for ever."""
+    with storage_errors("read", path):
+        if path.exists() and not path.is_file() and not path.is_dir():
+            raise error(f"'{path}' is a pipe or a device; name an ordinary file")
+    return path
 
 
 def check_ordinary(folder: Path) -> None:

@@ -14,7 +14,8 @@ Every message is one line: what was wrong, the value, and what to do instead.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 
 class RedgrapeError(Exception):
@@ -51,3 +52,16 @@ def unknown(kind: str, word: str, options: Iterable[str]) -> ConfigError:
     near = difflib.get_close_matches(word, names, n=1)
     hint = f"did you mean '{near[0]}'?" if near else f"choose from {', '.join(names)}"
     return ConfigError(f"unknown {kind} '{word}'; {hint}")
+
+
+@contextmanager
+def enough_memory() -> Iterator[None]:
+    """A request for more memory than there is, as one line; torch has no error of its own for it."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "can't allocate memory" not in str(error):
+            raise
+        raise ConfigError(
+            "this needs more memory than there is; choose a smaller net, smaller inputs or batches, or fewer --workers"
+        ) from error

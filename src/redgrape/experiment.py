@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import tomllib
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -14,7 +15,7 @@ import safetensors.torch
 import tomli_w
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from redgrape import methods, nets
+from redgrape import durable, methods, nets
 from redgrape.checksums import hash_of
 from redgrape.data.federation import Federation
 from redgrape.data.prepare import DataOptions
@@ -26,6 +27,7 @@ from redgrape.tree import Tensors
 from redgrape.validation import one_line, short
 
 CLASSES = {name: 100 if name == "cifar100" else 10 for name in READERS}  # of the data sets that are known by name
+DEEPEST = 100  # parts of a key, as in method.lam, which has two
 _STRICT = ConfigDict(frozen=True, strict=True, extra="forbid")
 
 
@@ -74,11 +76,15 @@ class Experiment(BaseModel):
     model_config = _STRICT
 
     seed: int = Field(0, ge=0, le=2**63 - 1, description="decides split, initial weights, sampling and shuffling")
-    rounds: int = Field(20, ge=1, description="rounds of communication")
-    clients_per_round: int | None = Field(None, ge=1, description="clients sampled a round; left out: all of them")
-    min_answers: int = Field(1, ge=1, description="stop where fewer clients' answers count in a round")
-    evaluate_every: int = Field(1, ge=1, description="evaluate every so many rounds, and in each of the last ten")
-    checkpoint_every: int = Field(1, ge=1, description="save every so many rounds, and after the last")
+    rounds: int = Field(20, ge=1, le=10**9, description="rounds of communication")
+    clients_per_round: int | None = Field(
+        None, ge=1, le=10**9, description="clients sampled a round; left out: all of them"
+    )
+    min_answers: int = Field(1, ge=1, le=10**9, description="stop where fewer clients' answers count in a round")
+    evaluate_every: int = Field(
+        1, ge=1, le=10**9, description="evaluate every so many rounds, and in each of the last ten"
+    )
+    checkpoint_every: int = Field(1, ge=1, le=10**9, description="save every so many rounds, and after the last")
     data: DataOptions = Field(default_factory=DataOptions)
     net: NetOptions = Field(default_factory=NetOptions)
     method: MethodOptions = Field(default_factory=MethodOptions)
@@ -193,7 +199,7 @@ def build_net(name: str, shape: tuple[int, ...], num_classes: int, seed: int, we
 def _weights_for(own: Tensors, path: Path) -> Tensors:
     """The tensors of the file whose names the net has; a file that has none of the encoder's is refused."""
     try:
-        stored = safetensors.torch.load_file(path)
+        stored = safetensors.torch.load_file(durable.ordinary(path, DataError))
     except (OSError, safetensors.SafetensorError) as error:
         raise DataError(f"cannot read initial weights from '{path}': {error}") from error
     taken = {name: t for name, t in stored.items() if name in own}
@@ -208,11 +214,17 @@ def _weights_for(own: Tensors, path: Path) -> Tensors:
 
 def read_toml(path: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8-sig"))
+        return _toml(durable.ordinary(path, ConfigError).read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise ConfigError(f"cannot read the experiment '{path}': {error.strerror}") from error
     except (ValueError, RecursionError) as error:  # bad TOML, bad UTF-8, or a number of too many digits
         raise ConfigError(short(f"'{path}' is not valid TOML: {error}")) from error
+
+
+def _toml(text: str) -> dict[str, Any]:
+    if any(piece.count(".") > DEEPEST for piece in re.split("[=,\n]", text)):  # tomllib's time is quadratic in them
+        raise ValueError(f"a key of more than {DEEPEST} parts")
+    return tomllib.loads(text)
 
 
 def override(values: dict[str, Any], assignment: str) -> None:
@@ -220,8 +232,10 @@ def override(values: dict[str, Any], assignment: str) -> None:
     key, equals, text = assignment.partition("=")
     if not equals or not key.strip():
         raise ConfigError(f"'{short(assignment, 100)}' is not of the form key=value, for example data.ir=100")
+    if len(assignment.splitlines()) > 1:
+        raise ConfigError(f"'{short(assignment, 100)}' has a line break; set one key at a time, on one line")
     try:
-        value = tomllib.loads(f"value = {text}")["value"]
+        value = _toml(f"value = {text}")["value"]
     except (ValueError, RecursionError):
         value = text
     put(values, key.strip(), value)
@@ -230,6 +244,8 @@ def override(values: dict[str, Any], assignment: str) -> None:
 def put(values: dict[str, Any], key: str, value: Any) -> None:
     """Set `section.key` in nested values."""
     *sections, name = key.split(".")
+    if len(sections) > DEEPEST:
+        raise ConfigError(f"'{short(key, 100)}' has {len(sections) + 1} parts; a key has at most {DEEPEST}")
     for section in sections:
         values = values.setdefault(section, {})
         if not isinstance(values, dict):

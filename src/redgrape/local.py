@@ -16,6 +16,7 @@ from redgrape.nets.net import Net
 from redgrape.schedule import Schedule, decay
 from redgrape.sgd import Optimizer, Sgd
 from redgrape.tree import Tensors
+from redgrape.validation import LARGEST
 
 if TYPE_CHECKING:
     from redgrape.method import ClientSite, Site
@@ -25,17 +26,17 @@ class LocalTraining(BaseModel):
     """The options of local training that every method has, with the paper's settings for MNIST as defaults."""
 
     optimizer: Literal["sgd", "adam", "adamw"] = Field("sgd", description="local optimizer, new in every round")
-    lr: float = Field(0.01, gt=0, allow_inf_nan=False, description="local learning rate")
+    lr: float = Field(0.01, gt=0, le=LARGEST, description="local learning rate")
     lr_schedule: Schedule = Field("constant", description="decay of lr over the rounds")
     lr_final: float = Field(0.01, ge=0, le=1, description="fraction of lr in the last round, where it decays")
     momentum: float = Field(0.9, ge=0, lt=1, description="momentum of sgd")
-    weight_decay: float = Field(0.0, ge=0, allow_inf_nan=False, description="weight decay of the local optimizer")
+    weight_decay: float = Field(0.0, ge=0, le=LARGEST, description="weight decay of the local optimizer")
     batch_size: int = Field(64, ge=1, le=10**9, description="examples a local step")
-    epochs: int = Field(5, ge=1, description="passes over a client's data in a round")
+    epochs: int = Field(5, ge=1, le=10**9, description="passes over a client's data in a round")
     clip_norm: float | None = Field(
-        None, gt=0, allow_inf_nan=False, description="clip the gradient of all parameters to this global norm"
+        None, gt=0, le=LARGEST, description="clip the gradient of all parameters to this global norm"
     )
-    server_lr: float = Field(1.0, gt=0, allow_inf_nan=False, description="server learning rate")
+    server_lr: float = Field(1.0, gt=0, le=LARGEST, description="server learning rate")
     freeze_encoder: bool = Field(False, description="train the classifier only; the encoder stays as it starts")
 
     def learning_rate(self, site: Site) -> float:

@@ -133,10 +133,8 @@ def load_model(folder: Path | str) -> Model:
     folder = Path(folder)
     card, description = _read_card(folder)
     path = folder / WEIGHTS[description.weights.format]
-    if path.exists() and not path.is_file():
-        raise DataError(f"'{path}' is no ordinary file")
     with durable.storage_errors("read", path):
-        data = path.read_bytes()
+        data = durable.ordinary(path).read_bytes()
     if hashlib.sha256(data).hexdigest() != description.weights.sha256:
         raise DataError(f"'{path}' is damaged: its SHA-256 is not that of model.json; export the model again")
     load = _onnx_forward if description.weights.format == "onnx" else _torch_forward

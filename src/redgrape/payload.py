@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import partial
 
@@ -11,9 +12,11 @@ from redgrape import nets, tree
 from redgrape.data.examples import Examples
 from redgrape.data.federation import Federation
 from redgrape.engines import ClientHalf
+from redgrape.errors import ConfigError
 from redgrape.method import Method, ServerSite
 from redgrape.tree import Tree
 
+LARGEST_TRY = 1 << 28  # numbers: 1 GB of float32
 _CPU = torch.device("cpu")
 
 
@@ -44,6 +47,8 @@ def _one_client_round(
 ) -> tuple[ServerSite, Tree, Tree, Tree, Tree]:
     """Site, server, broadcast, update and client state of a round: one client with two examples of every class."""
     build = partial(nets.build, net, shape, num_classes, 0)
+    if 2 * num_classes * math.prod(shape) > LARGEST_TRY:
+        raise ConfigError(f"{num_classes} classes of {'x'.join(map(str, shape))} inputs are too many numbers to try")
     labels = torch.arange(num_classes).repeat(2)
     examples = Examples(torch.rand(len(labels), *shape, generator=torch.Generator().manual_seed(0)), labels)
     federation = Federation([examples], examples, num_classes, auxiliary=examples)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from redgrape import checksums, terminal
+from redgrape import checksums, durable, terminal
 from redgrape.checksums import hash_of
 from redgrape.errors import ConfigError, StorageError
 
@@ -32,7 +32,7 @@ class RunView:
     @classmethod
     def read(cls, path: Path) -> RunView:
         try:
-            experiment = tomllib.loads(_file(path / "experiment.toml").read_text(encoding="utf-8"))
+            experiment = tomllib.loads(durable.ordinary(path / "experiment.toml").read_text(encoding="utf-8"))
             environment = _json(_whole(path / "environment.json"))
             metrics = [json.loads(line) for line in (_whole(path / "metrics.jsonl") or b"").split(b"\n")[:-1]]
             summary = _json(_whole(path / "summary.json"))
@@ -228,7 +228,7 @@ def draw_per_class(results: Sequence[Result], path: Path) -> None:
         parse_math=False,
     )
     bottom.set_xlabel("class, from head to tail")
-    figure.savefig(path, dpi=130)
+    figure.savefig(durable.ordinary(path), dpi=130)
     plt.close(figure)
 
 
@@ -266,16 +266,10 @@ def plain(value: Any) -> Any:
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _file(path: Path) -> Path:
-    if path.exists() and not path.is_file():  # a pipe, say, would be read for ever
-        raise StorageError(f"'{path}' is no ordinary file")
-    return path
-
-
 def _whole(path: Path) -> bytes | None:
     """The file's content, where there is one and it is what was written."""
     for _ in range(3):  # it may be replaced, and its checksum with it, between one look and the other
-        data = _file(path).read_bytes() if path.exists() else None
+        data = durable.ordinary(path).read_bytes() if path.exists() else None
         if data is None or checksums.fits(path.parent, path.name, data):
             return data
     raise StorageError(f"'{path}' is damaged: its SHA-256 is not that in {checksums.NAME}")

@@ -10,6 +10,7 @@ from pydantic import BaseModel, ValidationError
 from redgrape.errors import ConfigError
 
 LONGEST = 300  # characters of a message
+LARGEST = 1e9  # of a hyper-parameter: the product of four is still a float32
 
 _BOUNDS = {
     "greater_than": ("gt", "above"),

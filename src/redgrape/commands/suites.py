@@ -59,7 +59,7 @@ def reproduce(options: argparse.Namespace) -> None:
     _publish(table, folder, options)
     if options.into is not None:
         with durable.storage_errors("read", options.into):
-            page = options.into.read_text(encoding="utf-8")
+            page = durable.ordinary(options.into).read_text(encoding="utf-8")
         durable.replace_file(options.into, tables.insert(table, page).encode())
     _raise_first(failures)
 

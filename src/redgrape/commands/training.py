@@ -11,9 +11,9 @@ from contextlib import AbstractContextManager, closing, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from redgrape import report
+from redgrape import durable, report
 from redgrape.disclosure import disclosed, leak_in_one_line
-from redgrape.errors import ConfigError, DataError
+from redgrape.errors import ConfigError, DataError, enough_memory
 from redgrape.experiment import Experiment, override, put, read_toml
 from redgrape.progress import Progress
 from redgrape.runs import Run
@@ -87,7 +87,7 @@ def compare(options: argparse.Namespace) -> None:
     results = report.collect(finished, options.on)
     picture = options.out / "per_class.png"
     text = f"{report.markdown(results)}\n\n{report.caption(results)}\n"
-    (options.out / "table.md").write_text(text, encoding="utf-8")
+    durable.replace_file(options.out / "table.md", text.encode())
     if options.json:
         report.draw_per_class(results, picture)
         values = {r.label: {figure: r.values(figure) for figure in report.FIGURES} for r in results}
@@ -162,7 +162,7 @@ def carry_out(folder: RunFolder, options: argparse.Namespace, label: str) -> boo
     any_round = False
     progress = Progress(label, folder.newest_round(), this.experiment.rounds, as_json=options.json, quiet=options.quiet)
     try:
-        with progress, _tensorboard(folder, options) as log:
+        with enough_memory(), progress, _tensorboard(folder, options) as log:
             for step in this.steps():
                 any_round = True
                 progress.step(step)

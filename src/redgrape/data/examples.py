@@ -57,6 +57,8 @@ class Examples:
             raise DataError(
                 f"x has shape {tuple(x.shape)} and y {tuple(y.shape)}; y must hold one label for each row of x"
             )
+        if 0 in x.shape[1:]:
+            raise DataError(f"x has shape {tuple(x.shape)}; an example of no numbers tells nothing")
         if y.is_floating_point() or y.dtype == torch.bool:
             raise DataError(f"labels are {y.dtype}; they must be whole numbers 0 .. classes-1")
         if x.dtype not in (torch.float16, torch.float32, torch.float64, torch.uint8):

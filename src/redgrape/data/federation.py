@@ -115,6 +115,8 @@ class Federation:
             raise DataError(f"num_classes is {num_classes}; there must be at least 2 classes")
         if class_names is not None and len(class_names) != num_classes:
             raise DataError(f"{len(class_names)} class names for {num_classes} classes")
+        if class_names is not None:
+            check_class_names(class_names, "class_names")
         if client_names is not None and len(client_names) != len(parts):
             raise DataError(f"{len(client_names)} client names for {len(parts)} clients")
         if not any(len(part) for part in parts):
@@ -188,6 +190,14 @@ class Federation:
                 len(part).to_bytes(8, "little") + part.astype("<i8").tobytes() + labels[part].astype("<i8").tobytes()
             )
         return digest.hexdigest()
+
+
+def check_class_names(names: Sequence[str], what: str) -> None:
+    """Raise DataError where a class has no name, or two have the same."""
+    if any(not name.strip() for name in names):
+        raise DataError(f"{what}: class {[bool(name.strip()) for name in names].index(False)} has an empty name")
+    if twice := next((name for i, name in enumerate(names) if name in names[:i]), None):
+        raise DataError(f"{what}: two classes are named '{twice}'; give each a name of its own")
 
 
 def _kind(examples: Examples) -> str:

@@ -17,7 +17,9 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 
+from redgrape import durable
 from redgrape.data.examples import Examples
+from redgrape.data.federation import check_class_names
 from redgrape.data.longtail import choose
 from redgrape.data.sources import Source, one_line
 from redgrape.errors import ConfigError, DataError, StorageError
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
 IMAGE_FORMATS = ["PNG", "JPEG", "BMP", "GIF", "WEBP", "TIFF"]  # others may call programs, as PostScript does
 IMAGE_SUFFIXES = {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff"}
 TEST_SHARE = 0.2
+LARGEST_SIDE = 4096  # pixels
 LARGE, UNLIKELY = 1 << 30, 200  # bytes, and how many times smaller no honest array of that size gets
 
 
@@ -44,7 +47,7 @@ def load(
 ) -> Source:
     """The data at this path; the cache of decoded images lies under `root`. Data that brings no test set gives some of
     its rows for one, unless they are not to be held out. A part of the data may have but one class folder."""
-    if path.is_dir():
+    if durable.ordinary(path, DataError).is_dir():
         return _from_folder(path, root, seed, image_size, hold_out, fewest_classes)
     if path.suffix != ".npz":
         raise ConfigError(f"{path} is neither a folder of images nor an .npz file")
@@ -79,8 +82,8 @@ class _Listing:
 def _from_folder(
     folder: Path, root: Path, seed: int, image_size: int | None, hold_out: bool, fewest_classes: int
 ) -> Source:
-    if image_size is not None and image_size < 1:
-        raise ConfigError(f"image_size is {image_size}; it must be at least 1")
+    if image_size is not None and not 1 <= image_size <= LARGEST_SIDE:
+        raise ConfigError(f"image_size is {image_size}; it must be at least 1 and at most {LARGEST_SIDE}")
     try:
         listing = _list_images(folder, fewest_classes)
         images: Any = _decoded(listing, root, image_size)
@@ -212,7 +215,7 @@ def open_image(path: Path, use: Any) -> Any:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error", Image.DecompressionBombWarning)
-            with Image.open(path, formats=IMAGE_FORMATS) as image:
+            with Image.open(durable.ordinary(path, DataError), formats=IMAGE_FORMATS) as image:
                 return use(image)
     except Exception as error:  # decoders raise anything at damaged files
         raise DataError(f"{path} cannot be read as an image ({one_line(error)}); replace or remove it") from error
@@ -255,7 +258,7 @@ class Arrays:
     """The arrays of an .npz file by name: mapped where they are stored as they are, read where they are compressed."""
 
     def __init__(self, path: Path) -> None:
-        self.path = path
+        self.path = durable.ordinary(path, DataError)
         try:
             with zipfile.ZipFile(path) as archive:
                 self.members = {info.filename.removesuffix(".npy"): info for info in archive.infolist()}
@@ -314,6 +317,8 @@ def as_inputs(x: Any, what: str) -> Any:
     """Floats as they are; uint8 images with the channels first."""
     if not x.dtype.isnative:
         x = x.astype(x.dtype.newbyteorder("="))
+    if 0 in x.shape[1:]:
+        raise DataError(f"{what} has shape {x.shape}; an example of no numbers tells nothing")
     if x.dtype == np.uint8:
         if x.ndim == 3:
             return x[:, None]
@@ -328,7 +333,19 @@ def as_inputs(x: Any, what: str) -> Any:
         raise DataError(f"{what} holds {x.dtype}; pass images as uint8, anything else as float32")
     if x.ndim < 2:
         raise DataError(f"{what} has shape {x.shape}; it needs a row for each example and at least one column")
+    if x.dtype == np.float64:
+        _check_range(x, what)
     return x
+
+
+def _check_range(x: Any, what: str) -> None:
+    """Raise DataError for a number that is infinite as float32, in which nets compute."""
+    for start in range(0, len(x), 4096):  # in blocks: x may be larger than memory
+        block = x[start : start + 4096]
+        beyond = np.argwhere(np.isfinite(block) & (np.abs(block) > np.finfo(np.float32).max))
+        if len(beyond):
+            value = block[tuple(beyond[0])]
+            raise DataError(f"{what} has {value:g} in row {start + beyond[0][0]}, which no float32 can hold; scale x")
 
 
 def as_labels(y: Any, what: str) -> Any:
@@ -378,7 +395,8 @@ def names_of_classes(arrays: Arrays, highest: int, examples: int) -> list[str]:
         )
     if highest >= len(names):
         raise DataError(f"{arrays.path}: label {highest} is outside the {len(names)} classes that class_names gives")
-    return [str(name) for name in names]
+    check_class_names(names := [str(name) for name in names], f"{arrays.path}: class_names")
+    return names
 
 
 def rows_for_test(arrays: Arrays, n: int) -> Rows:

@@ -13,9 +13,11 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 from redgrape.data import longtail
 from redgrape.data.augment import Augment
 from redgrape.data.federation import Federation
+from redgrape.data.own import LARGEST_SIDE
 from redgrape.data.partition import Kind, partition
 from redgrape.data.sources import READERS, load
-from redgrape.errors import ConfigError
+from redgrape.errors import ConfigError, DataError
+from redgrape.validation import LARGEST
 
 Rows = NDArray[np.int64]
 AT_SITES = "sites"  # the source of a deployed run
@@ -35,24 +37,24 @@ class DataOptions(BaseModel):
         "digits",
         description="digits, mnist, fashion_mnist, cifar10, cifar100, or a path: a folder of images or an .npz file",
     )
-    image_size: int | None = Field(None, ge=1, description="resize a folder's images to so many pixels square")
+    image_size: int | None = Field(
+        None, ge=1, le=LARGEST_SIDE, description="resize a folder's images to so many pixels square"
+    )
     imbalance: Literal["exponential", "binary", "natural"] = Field(
         "exponential",
         description="exponential: sizes fall from class to class; binary: the tail classes are cut; natural: as it is",
     )
-    ir: float = Field(50.0, ge=1, allow_inf_nan=False, description="imbalance ratio: largest class over smallest")
-    tail_classes: Annotated[tuple[int, ...], BeforeValidator(_list_to_tuple)] = Field(
+    ir: float = Field(50.0, ge=1, le=LARGEST, description="imbalance ratio: largest class over smallest")
+    tail_classes: Annotated[tuple[Annotated[int, Field(le=10**6)], ...], BeforeValidator(_list_to_tuple)] = Field(
         (0, 7, 8), description="the classes that binary imbalance cuts"
     )
-    head_cap: int | None = Field(None, ge=1, description="no class keeps more training examples than this")
+    head_cap: int | None = Field(None, ge=1, le=10**9, description="no class keeps more training examples than this")
     partition: Kind = Field(
         "class_dirichlet",
         description="class_dirichlet, prior_dirichlet, creff, iid, or natural: the clients that the data names",
     )
-    alpha: float = Field(
-        1.0, ge=1e-6, le=1e9, allow_inf_nan=False, description="Dirichlet concentration: small is more skewed"
-    )
-    clients: int = Field(10, ge=1, description="number of clients; the natural partition brings its own")
+    alpha: float = Field(1.0, ge=1e-6, le=LARGEST, description="Dirichlet concentration: small is more skewed")
+    clients: int = Field(10, ge=1, le=10**6, description="number of clients; the natural partition brings its own")
     validation: int = Field(0, ge=0, le=10**9, description="training examples of each class held out for validation")
     auxiliary: int = Field(
         0,
@@ -80,6 +82,12 @@ def prepare(options: DataOptions, seed: int, root: Path | None = None) -> Federa
     source = load(options.source, root, seed=seed, image_size=options.image_size)
     num_classes = len(source.class_names)
     labels = source.train.labels.numpy()
+    never_trained = np.setdiff1d(source.test.labels.numpy(), labels)
+    if len(never_trained):
+        raise DataError(
+            f"{options.source}: class '{source.class_names[never_trained[0]]}' has test examples and no training "
+            "example; remove them, or add some to train with"
+        )
 
     # before the long tail, so that both sets are balanced where the data allows it
     everything = np.arange(len(labels))

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from redgrape import durable
 from redgrape.data.federation import Federation
 from redgrape.errors import ConfigError, StorageError
 from redgrape.terminal import cell, printable
@@ -77,7 +78,7 @@ def draw(federation: Federation, path: Path) -> None:
     bar = figure.colorbar(image, ax=[top, below], label="examples (white: none)", format="{x:g}", aspect=30, shrink=0.8)
     bar.ax.minorticks_off()
     try:
-        figure.savefig(path, dpi=150, format="png")
+        figure.savefig(durable.ordinary(path), dpi=150, format="png")
     except OSError as error:
         raise StorageError(f"cannot write {path}: {error.strerror or error}") from error
 

@@ -25,15 +25,16 @@ def _remove_socket() -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-COORDINATOR = os.getppid()
+COORDINATOR, SERVER = os.getppid(), os.getpid()
 
 
 def _end(*_: object) -> None:
-    if os.getppid() != COORDINATOR:  # the signal also comes when a thread of it ends
+    if os.getpid() == SERVER and os.getppid() != COORDINATOR:  # the signal also comes when a thread of it ends
         _remove_socket()
         os._exit(0)
 
 
 if sys.platform == "linux":
-    signal.signal(signal.SIGTERM, _end)
-    ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG: when the parent ends
+    for number in (signal.SIGCONT, signal.SIGTERM):
+        signal.signal(number, _end)
+    ctypes.CDLL(None).prctl(1, signal.SIGCONT)  # PR_SET_PDEATHSIG: when the parent ends; this one wakes the stopped too

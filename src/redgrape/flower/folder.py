@@ -22,12 +22,14 @@ from typing import Annotated, Any, Literal, Self, TypeVar
 import tomli_w
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
+from redgrape import durable
 from redgrape.errors import ConfigError
 from redgrape.validation import one_line, short
 
 _STRICT = ConfigDict(frozen=True, strict=True, extra="forbid")
 FEWEST_IN_SUM = 3  # sites of a secure sum
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,39}")
+_LABEL = re.compile(r"[A-Za-z0-9]([A-Za-z0-9-]{0,61}[A-Za-z0-9])?")
 _Folder = TypeVar("_Folder", bound="_Described")
 
 
@@ -41,6 +43,17 @@ def _site_name(name: str) -> str:
     return name
 
 
+def _host(host: str) -> str:
+    """An IP address, or a name as in RFC 1123, whose last part is no number."""
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        labels = host.split(".")
+        if len(host) > 253 or not all(map(_LABEL.fullmatch, labels)) or labels[-1].isdecimal():
+            raise ValueError(f"'{host[:80]}' is no name of a host and no address") from None
+    return host
+
+
 def _each_once(values: tuple[Any, ...]) -> tuple[Any, ...]:
     if len(set(values)) < len(values):
         raise ValueError("something is named twice")
@@ -51,6 +64,7 @@ Names = Annotated[
     tuple[Annotated[str, Field(min_length=1, max_length=200)], ...], BeforeValidator(_tuple), AfterValidator(_each_once)
 ]
 SiteName = Annotated[str, AfterValidator(_site_name)]
+Host = Annotated[str, AfterValidator(_host)]
 
 
 class DataAgreement(BaseModel):
@@ -82,7 +96,7 @@ class _Described(BaseModel):
     @classmethod
     def read(cls: type[_Folder], path: Path) -> _Folder:
         try:
-            values = tomllib.loads(path.read_text(encoding="utf-8-sig"))
+            values = tomllib.loads(durable.ordinary(path).read_text(encoding="utf-8-sig"))
         except OSError as error:
             raise ConfigError(f"cannot read '{path}': {error.strerror}") from error
         except (ValueError, RecursionError) as error:
@@ -102,9 +116,9 @@ class DeployOptions(_Described):
     sites: Annotated[tuple[SiteName, ...], BeforeValidator(_tuple), AfterValidator(_each_once)] = Field(
         description="the sites in the order of their numbers", min_length=1
     )
-    host: str = Field(description="the name or address by which the sites reach the server", min_length=1)
+    host: Host = Field(description="the name or address by which the sites reach the server")
     port: int = Field(8443, ge=1, le=65535)
-    bind: str = Field(description="the address of this machine that the server listens on", min_length=1)
+    bind: Host = Field(description="the address of this machine that the server listens on")
     plain: bool = Field(False, description="no TLS and no keys; on this machine only")
     test: str | None = Field(None, description="the server's test set: a folder of images or an .npz file")
     auxiliary: str | None = Field(None, description="the server's small balanced set, for methods that need one")

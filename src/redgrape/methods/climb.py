@@ -32,6 +32,7 @@ from redgrape.method import ClientId, ClientSite, ServerSite
 from redgrape.methods.fedavg import FedAvg
 from redgrape.plausible import most_loss
 from redgrape.tree import Tensors, Tree
+from redgrape.validation import LARGEST
 
 _LARGEST_DUAL = 100.0
 _BATCH = 256
@@ -40,8 +41,8 @@ _BATCH = 256
 class Climb(FedAvg):
     """Weights clients up whose loss is above the average, by dual variables."""
 
-    eps: float = Field(0.01, ge=0, allow_inf_nan=False, description="how far above the average a loss may lie")
-    dual_lr: float = Field(2.0, ge=0, allow_inf_nan=False, description="eta_D, the step of the dual variables")
+    eps: float = Field(0.01, ge=0, le=LARGEST, description="how far above the average a loss may lie")
+    dual_lr: float = Field(2.0, ge=0, le=LARGEST, description="eta_D, the step of the dual variables")
 
     presets: ClassVar = {
         "paper": {},

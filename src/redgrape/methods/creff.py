@@ -35,6 +35,7 @@ from redgrape.method import ClientId, ClientSite, ServerSite
 from redgrape.methods.fedavg import FedAvg
 from redgrape.nets.net import Net
 from redgrape.tree import Tensors, Tree
+from redgrape.validation import LARGEST
 
 _BATCH = 256
 
@@ -42,15 +43,15 @@ _BATCH = 256
 class Creff(ClassReports, FedAvg):
     """The server re-trains the classifier on features whose gradients match the clients'."""
 
-    features_per_class: int = Field(100, ge=1, description="federated features of each class")
-    match_steps: int = Field(100, ge=0, description="gradient steps on the features in a round")
-    match_lr: float = Field(0.1, gt=0, allow_inf_nan=False, description="learning rate of the features")
+    features_per_class: int = Field(100, ge=1, le=10**6, description="federated features of each class")
+    match_steps: int = Field(100, ge=0, le=10**9, description="gradient steps on the features in a round")
+    match_lr: float = Field(0.1, gt=0, le=LARGEST, description="learning rate of the features")
     match_distance: Distance = Field("rows", description="cosine by output rows, or of the whole gradient at once")
-    retrain_epochs: int = Field(300, ge=1, description="epochs of re-training the classifier on the features")
+    retrain_epochs: int = Field(300, ge=1, le=10**9, description="epochs of re-training the classifier on the features")
     retrain_lr: float | None = Field(
-        0.01, gt=0, allow_inf_nan=False, description="learning rate of the re-training (none: that of local training)"
+        0.01, gt=0, le=LARGEST, description="learning rate of the re-training (none: that of local training)"
     )
-    retrain_batch: int = Field(32, ge=1, description="features a step of the re-training")
+    retrain_batch: int = Field(32, ge=1, le=10**9, description="features a step of the re-training")
     gradient_draw: Literal["repeated", "all"] = Field(
         "repeated", description="class gradients on 10 random draws of at most 32 examples, or once on all examples"
     )

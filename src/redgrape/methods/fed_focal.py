@@ -20,12 +20,13 @@ from torch import Tensor
 from redgrape.method import ClientSite
 from redgrape.methods.fedavg import FedAvg
 from redgrape.tree import Tree
+from redgrape.validation import LARGEST
 
 
 class FedFocal(FedAvg):
     """FedAvg with the focal loss, which turns to the examples that are hard."""
 
-    gamma: float = Field(2.0, ge=0, allow_inf_nan=False, description="how much less an easy example counts")
+    gamma: float = Field(2.0, ge=0, le=LARGEST, description="how much less an easy example counts")
 
     stacks: ClassVar[bool] = True
     noised: ClassVar[bool] = True

@@ -22,12 +22,13 @@ from redgrape.aggregation import client_report, sample_weights, zeros_like_param
 from redgrape.method import ClientId, ClientSite, ServerSite
 from redgrape.methods.fedavg import FedAvg
 from redgrape.tree import Tensors, Tree
+from redgrape.validation import LARGEST
 
 
 class FedDyn(FedAvg):
     """A dynamic regulariser at every client makes local optima agree with the global one."""
 
-    a: float = Field(0.01, gt=0, allow_inf_nan=False, description="strength of the regulariser (alpha in the paper)")
+    a: float = Field(0.01, ge=1e-9, le=LARGEST, description="strength of the regulariser (alpha in the paper)")
     momentum: float = Field(0.0, ge=0, lt=1, description="momentum of sgd; the paper has none")
 
     server_lr: float = Field(1.0, ge=1, le=1, description="the method has no such factor: 1")

@@ -29,17 +29,20 @@ from redgrape.method import ClientId, ServerSite
 from redgrape.methods.fedavg import FedAvg
 from redgrape.nets.net import Net
 from redgrape.tree import Tensors, Tree
+from redgrape.validation import LARGEST
 
 
 class Fedic(FedAvg):
     """Distils a calibrated ensemble of the clients' models into the average (needs auxiliary data)."""
 
-    server_steps: int = Field(100, ge=1, description="steps of fine-tuning, of calibration and of distillation")
-    adam_lr: float = Field(1e-3, gt=0, allow_inf_nan=False, description="learning rate of all three (Adam)")
-    adam_weight_decay: float = Field(2e-4, ge=0, allow_inf_nan=False, description="weight decay of net training")
-    labelled_batch: int = Field(20, ge=1, description="balanced examples a step")
-    transfer_batch: int = Field(128, ge=1, description="examples a step of distillation")
-    temperature: float = Field(2.0, gt=0, allow_inf_nan=False, description="T of the distillation")
+    server_steps: int = Field(
+        100, ge=1, le=10**9, description="steps of fine-tuning, of calibration and of distillation"
+    )
+    adam_lr: float = Field(1e-3, gt=0, le=LARGEST, description="learning rate of all three (Adam)")
+    adam_weight_decay: float = Field(2e-4, ge=0, le=LARGEST, description="weight decay of net training")
+    labelled_batch: int = Field(20, ge=1, le=10**9, description="balanced examples a step")
+    transfer_batch: int = Field(128, ge=1, le=10**9, description="examples a step of distillation")
+    temperature: float = Field(2.0, gt=0, le=LARGEST, description="T of the distillation")
 
     uses_auxiliary: ClassVar[bool] = True
     cheap: ClassVar = {"server_steps": 2}

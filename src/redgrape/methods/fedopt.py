@@ -24,16 +24,17 @@ from redgrape.aggregation import sample_weights, zeros_like_parameters
 from redgrape.method import ClientId, ServerSite
 from redgrape.methods.fedavg import FedAvg
 from redgrape.tree import Tensors, Tree
+from redgrape.validation import LARGEST
 
 
 class FedOpt(FedAvg):
     """FedAvg with Adam, Yogi or Adagrad at the server."""
 
     server_optimizer: Literal["adam", "yogi", "adagrad"] = Field("adam", description="how v follows Delta^2")
-    server_lr: float = Field(0.01, gt=0, allow_inf_nan=False, description="eta_s, the server's learning rate")
+    server_lr: float = Field(0.01, gt=0, le=LARGEST, description="eta_s, the server's learning rate")
     beta_1: float = Field(0.9, ge=0, lt=1, description="momentum of m (the paper uses 0 for adagrad)")
     beta_2: float = Field(0.99, ge=0, lt=1, description="memory of v, for adam and yogi")
-    tau: float = Field(1e-3, gt=0, allow_inf_nan=False, description="degree of adaptivity; v starts at tau^2")
+    tau: float = Field(1e-3, gt=0, le=LARGEST, description="degree of adaptivity; v starts at tau^2")
     client_weights: Literal["uniform", "count"] = Field(
         "uniform", description="average the clients alike, or by their examples"
     )

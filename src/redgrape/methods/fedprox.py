@@ -19,12 +19,13 @@ from redgrape.aggregation import client_report
 from redgrape.method import ClientSite, ServerSite
 from redgrape.methods.fedavg import FedAvg
 from redgrape.tree import Tree
+from redgrape.validation import LARGEST
 
 
 class FedProx(FedAvg):
     """FedAvg with a proximal term in the local loss."""
 
-    mu: float = Field(0.01, ge=0, allow_inf_nan=False, description="strength of the proximal term")
+    mu: float = Field(0.01, ge=0, le=LARGEST, description="strength of the proximal term")
 
     presets: ClassVar = {
         "paper": {},

@@ -24,6 +24,7 @@ from redgrape.errors import ConfigError
 from redgrape.method import ClientId, ClientSite, ServerSite
 from redgrape.methods.fedavg import FedAvg
 from redgrape.tree import Tensors, Tree
+from redgrape.validation import LARGEST
 
 _BIAS = "classifier.bias"
 
@@ -31,7 +32,7 @@ _BIAS = "classifier.bias"
 class LogitAdjustment(FedAvg):
     """FedAvg with logits shifted by the log prior, in training or post hoc."""
 
-    tau: float = Field(1.0, ge=0, allow_inf_nan=False, description="strength of the shift")
+    tau: float = Field(1.0, ge=0, le=LARGEST, description="strength of the shift")
     stage: Literal["training", "post_hoc"] = Field("training", description="shift inside the loss, or the trained bias")
     prior: PriorSource = Field(
         "global", description="whose counts: the client's own, all clients' summed, or an estimate"

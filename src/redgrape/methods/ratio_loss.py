@@ -27,6 +27,7 @@ from redgrape.features import batchnorms
 from redgrape.method import ClientId, ClientSite, ServerSite
 from redgrape.methods.fedavg import FedAvg
 from redgrape.tree import Tensors, Tree
+from redgrape.validation import LARGEST
 
 _NO_DENOMINATOR = 10.0  # R where the others do not move at all
 _LARGEST_RATIO = 5000.0
@@ -36,9 +37,9 @@ _DISTINCT = 0.80  # the paper's 1.25, inverted
 class RatioLoss(FedAvg):
     """Class weights from how a server-side balanced set moves the classifier (needs auxiliary data)."""
 
-    alpha: float = Field(1.0, ge=0, allow_inf_nan=False, description="constant part of a class's weight")
-    beta: float = Field(0.1, ge=0, allow_inf_nan=False, description="part of the weight that follows the ratio")
-    auxiliary_epochs: int = Field(2, ge=1, description="epochs on each class's auxiliary examples")
+    alpha: float = Field(1.0, ge=0, le=LARGEST, description="constant part of a class's weight")
+    beta: float = Field(0.1, ge=0, le=LARGEST, description="part of the weight that follows the ratio")
+    auxiliary_epochs: int = Field(2, ge=1, le=10**9, description="epochs on each class's auxiliary examples")
 
     presets: ClassVar = {"paper": {}, "released": {"auxiliary_epochs": 1, "clip_norm": 1.0}}
     uses_auxiliary: ClassVar[bool] = True

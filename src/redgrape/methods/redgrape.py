@@ -53,6 +53,7 @@ from redgrape.methods.fedavg import FedAvg
 from redgrape.nets.net import Net
 from redgrape.schedule import Schedule, decay
 from redgrape.tree import Tensors, Tree
+from redgrape.validation import LARGEST
 
 _PROTOTYPE_BATCH = 256
 _TINY = 1e-12  # a balanced gradient below this norm has no direction
@@ -62,7 +63,7 @@ _BY_CLASS = ("median", "trimmed_mean", "norm_clipping")  # rules that look at th
 class RedGrape(ClassReports, FedAvg):
     """Re-balances the classifier during local training, with real examples and gradient prototypes."""
 
-    lam: float = Field(0.1, ge=0, allow_inf_nan=False, description="lambda, the strength of the re-balancing")
+    lam: float = Field(0.1, ge=0, le=LARGEST, description="lambda, the strength of the re-balancing")
     lam_schedule: Schedule = Field("constant", description="decay of lambda over the rounds")
     lam_final: float = Field(0.01, ge=0, le=1, description="fraction of lambda in the last round, where it decays")
     threshold: float = Field(8.0, ge=1, description="T: real examples serve a class from this many on (inf: never)")
@@ -91,12 +92,12 @@ class RedGrape(ClassReports, FedAvg):
     )
     max_age: int | None = Field(None, ge=0, le=10**9, description="do not use prototypes older than this many rounds")
     prototype_clip: float | None = Field(
-        None, gt=0, allow_inf_nan=False, description="longest prototype of a class, weight and bias together"
+        None, gt=0, le=LARGEST, description="longest prototype of a class, weight and bias together"
     )
     prototype_noise: float = Field(
         0.0,
         ge=0,
-        allow_inf_nan=False,
+        le=LARGEST,
         description="noise on each class's sum of prototypes, in multiples of prototype_clip, and on their number",
     )
     use_prototypes: bool = Field(True, description="ablation: serve missing classes by prototypes")

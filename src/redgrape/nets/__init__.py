@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import TypeAlias
+
+import torch
 
 from redgrape import keys
 from redgrape.errors import ConfigError, unknown
@@ -30,6 +33,9 @@ NETS: dict[str, Builder] = {
 SHORTEST_SIDE: dict[str, int] = {"cnn": 4, "cnn_dropout": 6} | {name: 5 for name in NETS if name.startswith("resnet")}
 
 
+MOST_WEIGHTS = 10**9  # 4 GB
+
+
 def build(name: str, shape: tuple[int, ...], num_classes: int, seed: int) -> Net:
     """A new net for examples of this shape; its weights follow from the seed alone."""
     if name not in NETS:
@@ -39,8 +45,20 @@ def build(name: str, shape: tuple[int, ...], num_classes: int, seed: int) -> Net
             f"net '{name}' needs images of at least {SHORTEST_SIDE[name]}x{SHORTEST_SIDE[name]} pixels, "
             f"but examples are {'x'.join(map(str, shape))}; choose from {', '.join(nets_for(shape))}"
         )
+    if math.prod(shape) + num_classes > 10**5:  # no net of ours is too large for less
+        _check_size(name, shape, num_classes)
     with keys.global_stream(keys.key(seed, "net")):
         return NETS[name](shape, num_classes)
+
+
+def _check_size(name: str, shape: tuple[int, ...], num_classes: int) -> None:
+    with torch.device("meta"):  # which takes no memory
+        weights = sum(p.numel() for p in NETS[name](shape, num_classes).parameters())
+    if weights > MOST_WEIGHTS:
+        raise ConfigError(
+            f"net '{name}' would have {weights:,} weights for {num_classes} classes of {'x'.join(map(str, shape))} "
+            f"examples; {MOST_WEIGHTS:,} is the most: choose smaller ones (data.image_size for images) or another net"
+        )
 
 
 def nets_for(shape: tuple[int, ...]) -> list[str]:

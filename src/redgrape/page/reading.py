@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from redgrape.errors import StorageError
+from redgrape import durable
 from redgrape.report import RunView
 
 FILES = ("experiment.toml", "environment.json", "metrics.jsonl", "times.jsonl", "summary.json", "SHA256SUMS")
@@ -27,8 +27,7 @@ class Reading:
     @classmethod
     def of(cls, path: Path) -> Reading:
         for name in FILES:
-            if (path / name).exists() and not (path / name).is_file():  # a pipe, say, would be read for ever
-                raise StorageError(f"'{path / name}' is no ordinary file")
+            durable.ordinary(path / name)
         return cls(RunView.read(path), _times(path))
 
     @property
