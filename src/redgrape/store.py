@@ -68,14 +68,18 @@ class RunFolder:
             made = [folder for folder in (path, *path.parents) if not folder.exists()]
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
         folder = cls(path, made)
-        folder.write_experiment(experiment)
+        try:
+            folder.write_experiment(experiment)
+        except StorageError:
+            folder.discard()
+            raise
         return folder
 
     def discard(self) -> None:
         """Take back what `create` made, as long as no round is finished. A run of before stays as it is."""
         if self._made is not None and not (self.path / "metrics.jsonl").exists():
             for path in self.path.iterdir():
-                path.unlink()
+                durable.remove(path)
             for folder in self._made:
                 with suppress(OSError):  # others may have put something there
                     folder.rmdir()

@@ -160,8 +160,6 @@ def run(options: argparse.Namespace) -> None:
         _say(f"warning: {warning}")
     experiment = deployed(experiment, deployment.options)
     path = deployment.path / "runs" / (options.name or run_name(experiment))
-    if path.name != (options.name or path.name):
-        raise ConfigError(f"--name is '{options.name}'; it names a folder below runs/, without a path")
     if options.dry_run:
         print_plan(path, experiment, options)
         return

@@ -1,0 +1,108 @@
+"""Run folders that are used again: nothing is taken that does not fit, nothing is written before all is checked, and
+every reader sees the same damage."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from redgrape import cli, durable
+from redgrape.errors import StorageError
+from redgrape.experiment import Experiment
+from redgrape.store import RunFolder
+
+Values = Callable[..., dict[str, Any]]
+
+
+class Outcome(NamedTuple):
+    code: int
+    out: str
+    err: str
+
+
+Command = Callable[..., Outcome]
+
+
+@pytest.fixture
+def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
+    """Runs `redgrape ...` in this process, in an empty folder."""
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    monkeypatch.setenv("COLUMNS", "250")
+    monkeypatch.setenv("REDGRAPE_DATA", str(tmp_path / "cache"))
+    monkeypatch.setattr(os, "fsync", lambda _: None)
+
+    def call(*arguments: object) -> Outcome:
+        capsys.readouterr()
+        code = cli.run([str(a) for a in arguments])
+        return Outcome(code, *capsys.readouterr())
+
+    return call
+
+
+def good(outcome: Outcome) -> Outcome:
+    assert outcome.code == 0, outcome.err
+    return outcome
+
+
+def refused(outcome: Outcome, *codes: int) -> str:
+    assert outcome.code in codes, outcome
+    (line,) = [line for line in outcome.err.splitlines() if not line.startswith("note: ")]
+    assert line.startswith("redgrape: ")
+    return line
+
+
+def tree_of(folder: Path) -> dict[str, bytes | None]:
+    return {str(p.relative_to(folder)): p.read_bytes() if p.is_file() else None for p in sorted(folder.rglob("*"))}
+
+
+@pytest.fixture(scope="module")
+def toml(tmp_path_factory: pytest.TempPathFactory, tiny: Values) -> Path:
+    path = tmp_path_factory.mktemp("toml") / "tiny.toml"
+    path.write_text(Experiment.parse(tiny()).to_toml())
+    return path
+
+
+# Places
+
+
+def test_an_empty_path_and_a_name_that_leads_elsewhere_are_refused(command: Command, toml: Path, tmp_path: Path) -> None:
+    """`--out ''` is not the current folder, and --name is a folder below --out."""
+    calls: list[list[object]] = [
+        ["run", toml, "--out", ""],
+        ["compare", "fedavg", "--experiment", toml, "--out", ""],
+        *[["sweep", "method.lr=0.1,0.2", "--experiment", toml, "--name", name] for name in ("../x", "..", "a/b", "")],
+    ]
+    before = tree_of(tmp_path)
+    for arguments in calls:
+        refused(command(*arguments, "--workers", 1), 2)
+        assert tree_of(tmp_path) == before
+
+
+def test_a_link_at_the_temporary_name_is_not_followed(tmp_path: Path) -> None:
+    """Whoever can write to a folder cannot make redgrape empty a file elsewhere."""
+    precious = tmp_path / "precious"
+    precious.write_text("precious")
+    (tmp_path / ".page.html.tmp").symlink_to(precious)
+    durable.replace_file(tmp_path / "page.html", b"new")
+    assert precious.read_text() == "precious"
+    assert (tmp_path / "page.html").read_bytes() == b"new"
+    assert not (tmp_path / "page.html").is_symlink()
+
+
+def test_a_folder_that_cannot_be_begun_is_not_left_behind(
+    tiny: Values, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(kind: str) -> None:
+        if kind == "write":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(durable, "fault_point", full)
+    with pytest.raises(StorageError, match="No space left"):
+        RunFolder.create(tmp_path / "runs" / "run", Experiment.parse(tiny()))
+    assert list(tmp_path.iterdir()) == []
