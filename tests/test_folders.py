@@ -71,7 +71,9 @@ def toml(tmp_path_factory: pytest.TempPathFactory, tiny: Values) -> Path:
 # Places
 
 
-def test_an_empty_path_and_a_name_that_leads_elsewhere_are_refused(command: Command, toml: Path, tmp_path: Path) -> None:
+def test_an_empty_path_and_a_name_that_leads_elsewhere_are_refused(
+    command: Command, toml: Path, tmp_path: Path
+) -> None:
     """`--out ''` is not the current folder, and --name is a folder below --out."""
     calls: list[list[object]] = [
         ["run", toml, "--out", ""],

@@ -215,7 +215,9 @@ def _parser() -> argparse.ArgumentParser:
         metavar="RUN_OR_SUITE",
         help="a run, a folder with runs in it, or a suite: its folder, or its name for those below runs/",
     )
-    command.add_argument("--out", type=_path, default=Path("report.html"), metavar="FILE", help="the page (report.html)")
+    command.add_argument(
+        "--out", type=_path, default=Path("report.html"), metavar="FILE", help="the page (report.html)"
+    )
     command = add("serve", "page", "show the runs of a folder live, to a browser on this machine")
     command.add_argument("folder", nargs="?", type=_path, default=Path("runs"), help="below this folder (runs)")
     command.add_argument("--port", type=_port, default=8765, metavar="N", help="where (8765; 0 for any free one)")

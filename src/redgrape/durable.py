@@ -55,8 +55,8 @@ def check_ordinary(folder: Path) -> None:
 
 
 def write_file(path: Path, data: bytes, mode: int = 0o666) -> None:
-    """Write a new file and flush it to the disk. Not atomic: it is renamed into place afterwards, or its folder is. What
-    lies there gives way, left by a crash or laid there by a stranger: through a link, this would be written elsewhere.
+    """Write a new file and flush it to the disk. Not atomic: it, or its folder, is renamed into place afterwards. What
+    lies there gives way, left by a crash or laid there by a stranger: through a link this would be written elsewhere.
     """
     path.unlink(missing_ok=True)
     with os.fdopen(os.open(path, _NEW, mode), "wb") as file:
