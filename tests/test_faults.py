@@ -309,7 +309,10 @@ def test_what_could_change_bits_is_refused_unless_asked_for(
 def test_a_change_before_the_first_round_is_no_matter(tmp_path: Path, tiny: Values) -> None:
     folder = RunFolder.create(tmp_path / "run", Experiment.parse(tiny()))
     run = Run(folder, workers=1)
-    run._federation(None, None)
+    federation = run._prepare()
+    environment = run._checked_environment(federation, None, None)
+    assert environment is not None
+    folder.write_environment(environment, federation)
     path = folder.path / "environment.json"
     before = {**json.loads(path.read_bytes()), "torch": "ancient"}
     checksums.write(folder.path, {path.name: json.dumps(before).encode()})
@@ -592,7 +595,7 @@ def test_foreign_files_are_no_matter(unfinished: Path, finished: Path, tmp_path:
     assert found == contents(finished)
 
 
-@pytest.mark.parametrize("name", ["environment.json", "partition.safetensors", "SHA256SUMS", "times.jsonl", "lock"])
+@pytest.mark.parametrize("name", ["partition.safetensors", "SHA256SUMS", "times.jsonl", "lock"])
 def test_what_is_missing_but_can_be_made_anew_is(unfinished: Path, finished: Path, tmp_path: Path, name: str) -> None:
     folder = Path(shutil.copytree(unfinished, tmp_path / "run"))
     (folder / name).unlink()

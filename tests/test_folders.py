@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 
 from redgrape import cli, durable
@@ -108,3 +110,61 @@ def test_a_folder_that_cannot_be_begun_is_not_left_behind(
     with pytest.raises(StorageError, match="No space left"):
         RunFolder.create(tmp_path / "runs" / "run", Experiment.parse(tiny()))
     assert list(tmp_path.iterdir()) == []
+
+
+# Resuming
+
+
+@pytest.fixture
+def own(tmp_path: Path, vectors: Path) -> Path:
+    """A data file that can be changed."""
+    return Path(shutil.copy(vectors, tmp_path / "own.npz"))
+
+
+def change(data: Path) -> None:
+    """Four classes become two, of the same examples."""
+    arrays = dict(np.load(data))
+    np.savez(data, x=arrays["x"] + 1, y=arrays["y"] // 2)
+
+
+@pytest.fixture
+def run(command: Command, toml: Path, own: Path) -> Path:
+    """A finished run of two rounds on data that can be changed."""
+    good(command("run", toml, "--data", own, "--out", "run", "--workers", 1, "--quiet"))
+    return Path("run").resolve()
+
+
+@pytest.mark.parametrize("damage", ["none", "the newest checkpoint"])
+def test_a_refused_resume_has_written_nothing(command: Command, run: Path, own: Path, damage: str) -> None:
+    """Neither the rounds that it should go on to, nor what a resume would cut off first."""
+    if damage != "none":
+        path = run / "checkpoints" / "round-000002" / "server.safetensors"
+        path.write_bytes(path.read_bytes()[:100])
+    change(own)
+    before = tree_of(run)
+    line = refused(command("resume", run, "--rounds", 3, "--workers", 1), 65)
+    assert "has changed since it began" in line
+    assert tree_of(run) == before
+    assert " 2/2 " in good(command("ls", run)).out
+
+
+def test_a_missing_environment_is_refused(command: Command, run: Path, own: Path) -> None:
+    """Without it nobody knows on which data a run began; --allow-changes holds it to its split."""
+    (run / "environment.json").unlink()
+    before = tree_of(run)
+    line = refused(command("resume", run, "--rounds", 3, "--workers", 1), 74)
+    assert "environment.json' is missing" in line
+    assert tree_of(run) == before
+    change(own)
+    line = refused(command("resume", run, "--rounds", 3, "--workers", 1, "--allow-changes"), 65)
+    assert "partition.safetensors" in line
+    assert tree_of(run) == before
+
+
+def test_lines_that_stand_there_twice_are_cut(command: Command, run: Path) -> None:
+    """A result is the mean over what the checkpoint vouches for."""
+    before = tree_of(run)
+    path = run / "metrics.jsonl"
+    path.write_bytes(2 * path.read_bytes())
+    good(command("resume", run, "--workers", 1, "--quiet"))
+    assert tree_of(run) == before

@@ -52,9 +52,12 @@ class Run:
         allow_changes: bool = False,
         deadline: float | None = None,
         stack: int = 1,
+        rounds: int | None = None,
     ) -> None:
+        """`rounds`: let the run go on to this many."""
         self.folder = folder
-        self.experiment = folder.experiment()
+        self.experiment = folder.experiment() if rounds is None else folder.experiment().with_rounds(rounds)
+        self._is_extended = rounds is not None
         self.ledger = PrivacyLedger(folder.path)
         self.workers, self.device, self.data_root, self.allow_changes = workers, device, data_root, allow_changes
         self.deadline, self.stack = deadline, stack
@@ -63,22 +66,26 @@ class Run:
     def steps(self) -> Iterator[Step]:
         """The rounds that are still to be done, each committed before it is yielded."""
         with self.folder.locked():
-            self.folder.sweep()
-            self.folder.check_experiment()
-            before = self._environment_before()
+            self.folder.check_experiment(may_differ=["rounds"] if self._is_extended else [])
+            state, wrong = self.folder.latest()
+            before = self._environment_before(state)
             self._check_files(before)
             if not self.folder.has_whole_times():
                 self.notes.append("times.jsonl is damaged, which changes no result")
-            state, wrong = self.folder.latest()
             self.notes += [f"{reason}; going on from round {state.round if state else 0}" for reason in wrong]
-            self.folder.cut_after(state.round if state else 0)
             confusion = self._known_confusion(state) if before is not None else None
-            if confusion is None:
-                federation = self._federation(before, state)
+            if confusion is not None:
+                self._put_in_order(state)
+            else:
+                federation = self._prepare()
+                environment = self._checked_environment(federation, before, state)
                 with self._training(federation, state) as training:
                     if state is not None:
                         check_model(state, training.build().state_dict(), self.folder)
                     model = self.experiment.first_model(federation) if state is None else None
+                    self._put_in_order(state)
+                    if environment is not None:
+                        self.folder.write_environment(environment, federation if self.knows_partition else None)
                     states = self.folder.states(federation.num_clients)
                     if self.stack > 1:
                         self.notes.append(
@@ -98,6 +105,14 @@ class Run:
                     confusion = training.engine.evaluate(state.server["model"], "test").confusion.tolist()
             assert state is not None
             self.folder.write_summary(summarize(self.folder, self.experiment, state, confusion))
+
+    def _put_in_order(self, state: RunState | None) -> None:
+        """Make the folder one that can be gone on with. What would be refused has been by now: nothing is written, and
+        nothing removed, before."""
+        self.folder.sweep()
+        if self._is_extended:
+            self.folder.write_experiment(self.experiment)
+        self.folder.cut_after(state.round if state else 0)
 
     def _note_lost(self, record: Mapping[str, Any]) -> None:
         """Once for each client; metrics.jsonl names every round."""
@@ -167,13 +182,21 @@ class Run:
     def _has_partition(self) -> bool:
         return not self.knows_partition or self.folder.has_partition()
 
-    def _federation(self, before: Mapping[str, Any] | None, state: RunState | None) -> Federation:
-        federation = self._prepare()
+    def _checked_environment(
+        self, federation: Federation, before: Mapping[str, Any] | None, state: RunState | None
+    ) -> dict[str, Any] | None:
+        """The environment to be written, None where the old one stands; raises where the run cannot go on here."""
         here = self._environment(federation, before)
-        split = federation if self.knows_partition else None
+        history = list((before or {}).get("changes", []))
         if before is None:
-            self.folder.write_environment(here, split)
-            return federation
+            if state is None:
+                return here
+            if self.knows_partition and self.folder.has_partition() and not self.folder.is_partition(federation):
+                raise DataError(
+                    f"the data of '{self.folder.path}' has changed since it began: the split is not that of "
+                    "partition.safetensors; put the old data back or start a new run"
+                )
+            return here | {"changes": [{"after_round": state.round, "environment.json": ["lost", "written anew"]}]}
         for name in ("split", "data"):
             if before.get(name, here[name]) != here[name]:
                 raise DataError(
@@ -181,7 +204,6 @@ class Run:
                     f"{before[name][:12]} and is {here[name][:12]}; put the old data back or start a new run"
                 )
         changed = [name for name in DECIDING if before.get(name, here[name]) != here[name]]
-        history = before.get("changes", [])
         if changed and state is not None:  # before the first checkpoint nothing depends on it
             words = ", ".join(f"{name} {before[name]} and is {name} {here[name]} now" for name in changed)
             if not self.allow_changes:
@@ -190,16 +212,16 @@ class Run:
                     "accept that with --allow-changes"
                 )
             self.notes.append(f"the run began with {words}: bits may differ")
-            history = [*history, {"after_round": state.round, **{name: [before[name], here[name]] for name in changed}}]
+            history += [{"after_round": state.round, **{name: [before[name], here[name]] for name in changed}}]
         if not self._has_partition():
             self.notes.append("partition.safetensors was damaged or missing and is written anew")
-        if changed or not self._has_partition():
-            self.folder.write_environment(here | ({"changes": history} if history else {}), split)
-        return federation
+        elif not changed:
+            return None
+        return here | ({"changes": history} if history else {})
 
-    def _environment_before(self) -> dict[str, Any] | None:
+    def _environment_before(self, state: RunState | None) -> dict[str, Any] | None:
         """What the run began on; None at its beginning."""
-        if not (self.folder.path / "environment.json").exists():
+        if state is None and not (self.folder.path / "environment.json").exists():
             return None
         try:
             return self.folder.environment()
@@ -221,13 +243,6 @@ class Run:
         except (StorageError, AttributeError):
             self.notes.append("summary.json is damaged and is written anew")
             return None
-
-    def extend(self, rounds: int) -> None:
-        """Let the run go on to this many rounds."""
-        with self.folder.locked():
-            self.folder.check_experiment(may_differ=["rounds"])
-            self.experiment = self.experiment.with_rounds(rounds)
-            self.folder.write_experiment(self.experiment)
 
 
 def check_model(state: RunState, model: Tensors, folder: RunFolder) -> None:

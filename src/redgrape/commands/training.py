@@ -45,12 +45,10 @@ def resume(options: argparse.Namespace) -> None:
         if options.rounds > experiment.rounds:
             _warn_of_schedules(experiment)
         experiment = experiment.with_rounds(options.rounds)
-        if not options.dry_run:
-            Run(folder, workers=1).extend(options.rounds)
     if options.dry_run:
         print_plan(folder.path, experiment, options)
         return
-    if carry_out(folder, options, label=report.run_label(experiment.method.resolved())):
+    if carry_out(folder, options, report.run_label(experiment.method.resolved()), options.rounds):
         tell_leak(folder, options)
     finish(folder, options)
 
@@ -146,8 +144,8 @@ def print_plan(folder: Path, experiment: Experiment, options: argparse.Namespace
         print(lines(experiment.to_toml()), end="")
 
 
-def carry_out(folder: RunFolder, options: argparse.Namespace, label: str) -> bool:
-    """Do what is still to be done of a run; whether that was anything."""
+def carry_out(folder: RunFolder, options: argparse.Namespace, label: str, rounds: int | None = None) -> bool:
+    """Do what is still to be done of a run, to so many rounds where it is to go on; whether that was anything."""
     default = cores() if options.device == "cpu" else 1
     workers = options.workers if options.workers is not None else default
     this = Run(
@@ -158,6 +156,7 @@ def carry_out(folder: RunFolder, options: argparse.Namespace, label: str) -> boo
         allow_changes=options.allow_changes,
         deadline=options.deadline,
         stack=options.stack,
+        rounds=rounds,
     )
     any_round = False
     progress = Progress(label, folder.newest_round(), this.experiment.rounds, as_json=options.json, quiet=options.quiet)
