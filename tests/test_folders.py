@@ -4,6 +4,7 @@ every reader sees the same damage."""
 from __future__ import annotations
 
 import errno
+import json
 import os
 import shutil
 from collections.abc import Callable
@@ -168,3 +169,54 @@ def test_lines_that_stand_there_twice_are_cut(command: Command, run: Path) -> No
     path.write_bytes(2 * path.read_bytes())
     good(command("resume", run, "--workers", 1, "--quiet"))
     assert tree_of(run) == before
+
+
+# Reading
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def other_digit(path: Path) -> None:
+    """Round 1 was better than it was."""
+    first, rest = path.read_text().split("\n", 1)
+    record = json.loads(first)
+    record["test"]["accuracy"] = 0.875
+    path.write_text(f"{json.dumps(record)}\n{rest}")
+
+
+DAMAGE: dict[str, Callable[[Path], Any]] = {
+    "no experiment": lambda run: (run / "experiment.toml").unlink(),
+    "half an experiment": lambda run: cut(run / "experiment.toml"),
+    "no metrics": lambda run: (run / "metrics.jsonl").unlink(),
+    "metrics twice": lambda run: (run / "metrics.jsonl").write_bytes(2 * (run / "metrics.jsonl").read_bytes()),
+    "another digit": lambda run: other_digit(run / "metrics.jsonl"),
+    "no environment": lambda run: (run / "environment.json").unlink(),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+@pytest.mark.parametrize("state", ["finished", "unfinished", "a record"])
+def test_every_reader_sees_the_damage(command: Command, run: Path, tmp_path: Path, state: str, kind: str) -> None:
+    """`ls` names the run, which is in no list; whoever reads that run alone refuses it."""
+    if kind == "no environment" and state == "unfinished":
+        pytest.skip("a run has none until its data is read")
+    match state:
+        case "unfinished":
+            (run / "summary.json").unlink()
+            sums = (run / "SHA256SUMS").read_text().splitlines(keepends=True)
+            kept = [line for line in sums if not line.endswith((".jsonl\n", "summary.json\n"))]
+            (run / "SHA256SUMS").write_text("".join(kept))
+        case "a record":
+            (run / "SHA256SUMS").unlink()
+            shutil.rmtree(run / "checkpoints")
+    assert [row["done"] for row in json.loads(good(command("ls", run, "--json")).out)] == [2]
+    DAMAGE[kind](run)
+    listed = good(command("ls", run, "--json"))
+    assert json.loads(listed.out) == []
+    assert str(run) in listed.err
+    for name in ("show", "privacy", "report"):
+        refused(command(name, run), 74)
+    refused(command("export", run, tmp_path / "model"), 74)
+    assert not (tmp_path / "model").exists()
