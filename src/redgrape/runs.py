@@ -19,6 +19,7 @@ from redgrape.aggregation import Averaging
 from redgrape.data.examples import Pixels
 from redgrape.data.federation import Federation
 from redgrape.data.prepare import prepare
+from redgrape.disclosure import told_by
 from redgrape.engines import ClientHalf, Engine
 from redgrape.errors import ConfigError, DataError, StorageError
 from redgrape.experiment import Experiment
@@ -138,7 +139,7 @@ class Run:
         method, num_classes = training.method, training.federation.num_classes
         if isinstance(method, Averaging) and (mechanisms := method.mechanisms(num_classes)):
             clients = [k for k in state.record["answered"] if k not in state.record.get("left_out", [])]
-            spent = self.ledger.spend(state.round, clients, _digest(state), mechanisms, method.dp_delta)
+            spent = self.ledger.spend(state.round, clients, digest_of_state(state), mechanisms, method.dp_delta)
             return {"epsilon": spent}
         return {}
 
@@ -187,6 +188,7 @@ class Run:
     ) -> dict[str, Any] | None:
         """The environment to be written, None where the old one stands; raises where the run cannot go on here."""
         here = self._environment(federation, before)
+        here["told"] = told_by(self.experiment.method.create(), federation.num_classes)
         history = list((before or {}).get("changes", []))
         if before is None:
             if state is None:
@@ -239,7 +241,7 @@ class Run:
         try:
             summary = self.folder.summary() or {}
             confusion: list[list[int]] | None = summary.get("confusion")
-            return confusion if summary.get("state") == _digest(state) else None
+            return confusion if summary.get("state") == digest_of_state(state) else None
         except (StorageError, AttributeError):
             self.notes.append("summary.json is damaged and is written anew")
             return None
@@ -329,7 +331,7 @@ def summarize(folder: RunFolder, experiment: Experiment, state: RunState, confus
         "seed": experiment.seed,
         "rounds": experiment.rounds,
         "split": folder.environment()["split"],
-        "state": _digest(state),
+        "state": digest_of_state(state),
         "averaged_rounds": [record["round"] for record in evaluated],
         "mean_of_last": _means(tests),
         "validation": _means([record["validation"] for record in evaluated if "validation" in record]) or None,
@@ -352,7 +354,7 @@ def classifier_norms(server: Tree) -> dict[str, list[float]]:
         return {name: w.double().norm(dim=1).tolist() for name, w in classifiers.items()}
 
 
-def _digest(state: RunState) -> str:
+def digest_of_state(state: RunState) -> str:
     return hashlib.sha256(tree.to_bytes(state.server)).hexdigest()
 
 

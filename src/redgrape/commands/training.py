@@ -178,7 +178,7 @@ def carry_out(folder: RunFolder, options: argparse.Namespace, label: str, rounds
 
 def tell_leak(folder: RunFolder, options: argparse.Namespace) -> None:
     """One line on what a run gave away, where the method has floors against that and they are off."""
-    if not options.quiet and (line := leak_in_one_line(disclosed(folder))) is not None:
+    if not options.quiet and (line := leak_in_one_line(disclosed(report.RunView.read(folder.path)))) is not None:
         print(f"note: {printable(line)}", file=sys.stderr)
 
 
