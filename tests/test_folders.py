@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from redgrape import cli, durable
+from redgrape import cli, durable, methods
 from redgrape.errors import StorageError
 from redgrape.experiment import Experiment
 from redgrape.store import RunFolder
@@ -220,3 +220,41 @@ def test_every_reader_sees_the_damage(command: Command, run: Path, tmp_path: Pat
         refused(command(name, run), 74)
     refused(command("export", run, tmp_path / "model"), 74)
     assert not (tmp_path / "model").exists()
+
+
+# Code of strangers
+
+
+def test_whoever_only_looks_imports_no_method(
+    command: Command, run: Path, toml: Path, own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A method of one's own is code; a run records what is to be known of it."""
+    imported: list[Path] = []
+    monkeypatch.setattr(methods, "_from_file", imported.append)
+    readers: list[list[object]] = [
+        ["ls", run],
+        ["show", run],
+        ["report", run],
+        ["privacy", run],
+        ["export", run, tmp_path / "model"],
+        ["data", "show", toml, "--data", own],
+    ]
+    for arguments in readers:
+        assert good(command(*arguments)).out
+    assert imported == []
+
+
+# Models
+
+
+@pytest.mark.parametrize("name", ["server.safetensors", "manifest.json"])
+def test_a_finished_run_whose_last_model_is_damaged_is_not_exported(
+    command: Command, run: Path, tmp_path: Path, name: str
+) -> None:
+    """The model of the round before is not given in its place; a resume makes the last one anew."""
+    cut(run / "checkpoints" / "round-000002" / name)
+    line = refused(command("export", run, tmp_path / "model"), 74)
+    assert "its model is lost" in line
+    assert not (tmp_path / "model").exists()
+    good(command("resume", run, "--workers", 1, "--quiet"))
+    assert "of round 2 " in good(command("export", run, tmp_path / "model")).out
