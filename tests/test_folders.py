@@ -7,17 +7,22 @@ import errno
 import json
 import os
 import shutil
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+import safetensors.torch
 
-from redgrape import cli, durable, methods
+from redgrape import checksums, cli, durable, methods
 from redgrape.errors import StorageError
-from redgrape.experiment import Experiment
+from redgrape.experiment import Experiment, build_net
+from redgrape.report import RunView
 from redgrape.store import RunFolder
+from redgrape.suites import grid, tables
+from redgrape.suites.ledger import Standing
 
 Values = Callable[..., dict[str, Any]]
 
@@ -258,3 +263,120 @@ def test_a_finished_run_whose_last_model_is_damaged_is_not_exported(
     assert not (tmp_path / "model").exists()
     good(command("resume", run, "--workers", 1, "--quiet"))
     assert "of round 2 " in good(command("export", run, tmp_path / "model")).out
+
+
+# Old runs on new data
+
+
+def test_compare_takes_no_run_of_other_data(command: Command, toml: Path, own: Path) -> None:
+    """FedAvg on four classes does not stand beside RedGrape on two; --overwrite runs it again, --out keeps both."""
+    shared: list[object] = ["--experiment", toml, "--data", own, "--rounds", 1, "--workers", 1, "--quiet"]
+    good(command("compare", "fedavg", *shared))
+    change(own)
+    before = tree_of(Path("runs"))
+    line = refused(command("compare", "redgrape", "fedavg", *shared), 2)
+    assert "fedavg-seed3' is not what is asked for: the split was " in line
+    assert "--out" in line and "--overwrite" in line
+    assert tree_of(Path("runs")) == before
+    good(command("compare", "redgrape", "fedavg", *shared, "--out", "elsewhere"))
+    good(command("compare", "redgrape", "fedavg", *shared, "--overwrite"))
+    assert tree_of(Path("runs/compare"))["table.md"] == tree_of(Path("elsewhere"))["table.md"]
+    splits = {json.loads(path.read_bytes())["split"] for path in Path("runs").rglob("environment.json")}
+    assert len(splits) == 1
+
+
+@pytest.mark.parametrize("name", ["torch", "stack", "cpu"])
+def test_compare_takes_no_run_of_another_machine_unless_allowed(command: Command, toml: Path, name: str) -> None:
+    shared: list[object] = ["--experiment", toml, "--rounds", 1, "--workers", 1, "--quiet"]
+    good(command("compare", "fedavg", *shared))
+    path = Path("runs/compare/fedavg-seed3")
+    environment = json.loads((path / "environment.json").read_bytes())
+    checksums.write(path, {"environment.json": json.dumps({**environment, name: "ancient"}).encode()})
+    assert f"the {name} was ancient and is " in refused(command("compare", "fedavg", *shared), 2)
+    good(command("compare", "fedavg", *shared, "--allow-changes"))
+
+
+def test_compare_sees_that_the_first_weights_have_changed(command: Command, tiny: Values, tmp_path: Path) -> None:
+    weights = tmp_path / "weights.safetensors"
+    toml = tmp_path / "weights.toml"
+    toml.write_text(Experiment.parse(tiny(net={"name": "mlp", "weights": str(weights)}, rounds=1)).to_toml())
+    shared: list[object] = ["--experiment", toml, "--workers", 1, "--quiet"]
+    net = build_net("mlp", (5,), 4, seed=0).state_dict()
+    for bias in (0.0, 1.0):
+        safetensors.torch.save_file({name: t + bias for name, t in net.items()}, weights)
+        outcome = command("compare", "fedavg", *shared)
+        assert (outcome.code == 0) == (bias == 0.0)
+    assert "the files was weights.safetensors" in refused(outcome, 2)
+
+
+def test_sweep_takes_no_run_of_other_data(command: Command, toml: Path, own: Path) -> None:
+    """What differs is named, for every cell; what is new is run, and no table has rows of two splits."""
+    shared: list[object] = ["--experiment", toml, "--data", own, "--rounds", 1, "--workers", 1, "--quiet"]
+    good(command("sweep", "method.lr=0.1", *shared))
+    change(own)
+    (environment,) = Path("runs/sweep").glob("*/environment.json")
+    before = tree_of(environment.parent)
+    assert "not what is asked for" in good(command("sweep", "method.lr=0.1,0.2", *shared, "--plan")).out
+    line = refused(command("sweep", "method.lr=0.1,0.2", *shared), 74)
+    assert "does not fit: the split was " in line and "--overwrite" in line
+    assert tree_of(environment.parent) == before
+    entries = json.loads(Path("runs/sweep/table.json").read_bytes())["entries"]
+    assert {entry["row"]: entry["mean"] is None for entry in entries} == {"0.1": True, "0.2": False}
+    good(command("sweep", "method.lr=0.1,0.2", *shared, "--overwrite"))
+    good(command("sweep", "method.lr=0.1,0.2", *shared))
+    splits = {json.loads(path.read_bytes())["split"] for path in Path("runs").rglob("environment.json")}
+    assert len(splits) == 1
+
+
+def test_a_record_of_other_data_is_named_and_passed_over(command: Command, toml: Path, own: Path) -> None:
+    shared: list[object] = ["--experiment", toml, "--data", own, "--rounds", 1, "--workers", 1, "--quiet"]
+    good(command("sweep", "method.lr=0.1", *shared, "--out", "results"))
+    good(command("sweep", "method.lr=0.1", *shared))
+    assert not list(Path("runs").rglob("metrics.jsonl"))
+    change(own)
+    told = good(command("sweep", "method.lr=0.1", *shared)).out
+    assert "a record is not taken: 'results/sweep/" in told
+    assert len(list(Path("runs").rglob("metrics.jsonl"))) == 1
+
+
+def test_a_record_of_another_torch_is_named(command: Command, toml: Path) -> None:
+    """Its figures stand, beside a line on which cells were made with what."""
+    shared: list[object] = ["--experiment", toml, "--rounds", 1, "--workers", 1, "--quiet"]
+    good(command("sweep", "method.lr=0.1", *shared, "--out", "results"))
+    (path,) = Path("results").glob("*/*/environment.json")
+    environment = json.loads(path.read_bytes())
+    checksums.write(path.parent, {path.name: json.dumps({**environment, "torch": "ancient"}).encode()})
+    told = good(command("sweep", "method.lr=0.1,0.2", *shared)).out
+    assert "last bits may differ: torch" in told and "ancient" in told
+    assert "ancient" in Path("runs/sweep/table.tex").read_text()
+
+
+def test_readers_say_which_runs_cannot_be_compared(command: Command, toml: Path, own: Path) -> None:
+    """Whoever made them: two runs of one seed and the same options, of other data."""
+    for name in ("fedavg", "redgrape"):
+        good(command("run", toml, "--method", name, "--data", own, "--out", f"runs/{name}", "--workers", 1, "--quiet"))
+        change(own)
+    listed = good(command("ls", "--json"))
+    assert "note: 'runs/redgrape' cannot be compared: its split is " in listed.err
+    assert ["other_data" in row for row in json.loads(listed.out)] == [False, True]
+    good(command("report", "runs", "--out", "page.html"))
+    page = Path("page.html").read_text()
+    assert "other data" in page and "Not to be compared with others" in page
+
+
+def test_a_table_of_what_there_is_has_one_split(command: Command, toml: Path, own: Path) -> None:
+    """Also where nothing is compared with the data, because it is not asked for."""
+    runs = []
+    for lr in (0.1, 0.2):
+        good(
+            command(
+                "run", toml, "-c", f"method.lr={lr}", "--data", own, "--out", f"runs/{lr}", "--workers", 1, "--quiet"
+            )
+        )
+        runs.append(RunView.read(Path(f"runs/{lr}")))
+        change(own)
+    made = grid.suite("g", tomllib.loads(toml.read_text()), ["method.lr=0.1,0.2"], [3])
+    standings = [Standing(cell, view) for cell, view in zip(made.cells("sweep"), runs, strict=True)]
+    table = tables.build(made, standings)
+    assert [entry.mean is None for entry in table.entries if entry.measure == "accuracy"] == [False, True]
+    assert any("cannot be compared" in note for note in table.notes)

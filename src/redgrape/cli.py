@@ -166,6 +166,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_seed_flags(command)
     _add_experiment_flags(command)
     command.add_argument("--out", type=_path, default=Path("runs/compare"), metavar="DIR", help="where the runs go")
+    _add_overwrite_flag(command)
     _add_on_flag(command)
     _add_execution_flags(command)
 
@@ -351,6 +352,7 @@ def _add_seed_flags(command: argparse.ArgumentParser) -> None:
 
 
 def _add_suite_flags(command: argparse.ArgumentParser) -> None:
+    _add_overwrite_flag(command)
     command.add_argument("--plan", action="store_true", help="print the cells, their state and the time they will take")
     command.add_argument(
         "--results",
@@ -364,6 +366,14 @@ def _add_suite_flags(command: argparse.ArgumentParser) -> None:
         type=_positive,
         metavar="N",
         help="cells at once, which share the workers; without it as many as there are workers for all clients of each",
+    )
+
+
+def _add_overwrite_flag(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--overwrite",
+        action="store_true",
+        help="run again, in its place, what was run with other data or settings",
     )
 
 

@@ -102,6 +102,38 @@ def run_label(method: dict[str, Any]) -> str:
     return name if method.get("preset", "paper") == "paper" else f"{name} ({method['preset']})"
 
 
+def other_data(runs: Sequence[RunView]) -> dict[Path, str]:
+    """The runs that no table may show beside the others of their seed and data options, since they are of another split
+    or of other examples, and why. What most have, and else what comes first, is what the others lack."""
+    begun = [run for run in runs if run.environment is not None]
+    names = set().union(*[run.experiment["data"] for run in begun])
+    lacking = any(names - run.experiment["data"].keys() for run in begun)
+    groups: dict[str, list[tuple[RunView, tuple[str, ...]]]] = {}
+    for run in begun:
+        options = {**(_data_defaults() if lacking else {}), **run.experiment["data"], "seed": run.experiment["seed"]}
+        told = tuple(str((run.environment or {}).get(name, "")) for name in ("split", "data"))
+        groups.setdefault(json.dumps(options, sort_keys=True, default=str), []).append((run, told))
+    found = {}
+    for group in groups.values():
+        all_told = [told for _, told in group]
+        usual = max(all_told, key=all_told.count)
+        for run, told in group:
+            for name, ours, theirs in zip(("split", "data"), told, usual, strict=True):
+                if ours != theirs and ours and theirs:
+                    beside = next(other.path for other, what in group if what == usual)
+                    found[run.path] = f"its {name} is {ours[:12]}, and that of '{beside}' is {theirs[:12]}"
+                    break
+    return found
+
+
+def _data_defaults() -> dict[str, Any]:
+    """For runs of before an option existed."""
+    from redgrape.experiment import Experiment
+
+    defaults: dict[str, Any] = Experiment().resolved()["data"]
+    return defaults
+
+
 def find_runs(folder: Path) -> list[Path]:
     """The run folders at or below this one, two levels deep; also one that has lost its description."""
     candidates = [folder, *sorted(folder.glob("*")), *sorted(folder.glob("*/*"))]

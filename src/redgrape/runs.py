@@ -31,6 +31,7 @@ from redgrape.tree import Tensors, Tree
 
 LAST = 10  # a run's result is the mean over this many last evaluations, as in the paper
 DECIDING = ("redgrape", "torch", "numpy", "platform", "machine", "cpu", "device", "stack")  # what could change bits
+REMEDY = "put back what was, name another folder with --out, or run it again with --overwrite"
 FIGURES = ("accuracy", "balanced", "head", "middle", "tail")
 
 
@@ -127,7 +128,7 @@ class Run:
     def _check_files(self, before: Mapping[str, Any] | None) -> None:
         """Raise ConfigError where the method's own file is not what it was when the run began."""
         known = (before or {}).get("files", {})
-        for name, digest in file_digests(self.experiment).items():
+        for name, digest in _digests(self.experiment.method.name).items():
             if known.get(name, digest) != digest:
                 raise ConfigError(
                     f"'{name}' has changed since '{self.folder.path}' began; start a new run with --out, or put "
@@ -178,7 +179,8 @@ class Run:
     def _environment(self, federation: Federation, before: Mapping[str, Any] | None) -> dict[str, Any]:
         """On what it runs, and what a reader must know of the data."""
         here = machine(self.device) | about(federation)
-        return here | {"files": file_digests(self.experiment), "stack": self.stack}
+        files = file_digests(self.experiment) if before is None else before.get("files", {})
+        return here | {"files": files, "stack": self.stack}
 
     def _has_partition(self) -> bool:
         return not self.knows_partition or self.folder.has_partition()
@@ -258,9 +260,51 @@ def check_model(state: RunState, model: Tensors, folder: RunFolder) -> None:
 
 
 def file_digests(experiment: Experiment) -> dict[str, str]:
-    """SHA-256 of the file of one's own method, which is code and so no part of the description."""
-    path = Path(experiment.method.name)
-    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest()} if path.suffix == ".py" else {}
+    """SHA-256 of the file of one's own method, and of that with the first weights: the description has their names."""
+    return _digests(experiment.method.name, experiment.net.weights)
+
+
+def _digests(method: str, weights: str | None = None) -> dict[str, str]:
+    paths = [Path(name) for name in (method if method.endswith(".py") else None, weights) if name is not None]
+    try:
+        return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in paths}
+    except OSError as error:
+        raise DataError(f"cannot read '{error.filename}': {error.strerror}") from error
+
+
+class Present:
+    """What a run would record of data, files and machine if it began now. Data is read once for each split."""
+
+    def __init__(self, device: str, stack: int, data_root: Path | None, *, allow_changes: bool = False) -> None:
+        self._machine = machine(device) | {"stack": stack}
+        self._data_root, self._allow_changes = data_root, allow_changes
+        self._splits: dict[str, dict[str, str]] = {}
+
+    def changes(self, experiment: Experiment, environment: Mapping[str, Any], *, is_record: bool = False) -> list[str]:
+        """`the split was 0a1b and is 2c3d`, for all that a run of this experiment has otherwise than one of now would
+        have. Of a record the machine is not asked: its figures are published, and a table tells where it was made."""
+        now = {**self._split(experiment), "files": file_digests(experiment)}
+        if not is_record and not self._allow_changes:
+            now |= {name: self._machine[name] for name in DECIDING}
+        return [
+            f"the {name} was {_short(environment[name])} and is {_short(value)}"
+            for name, value in now.items()
+            if environment.get(name, value) != value
+        ]
+
+    def _split(self, experiment: Experiment) -> dict[str, str]:
+        key = f"{experiment.seed} {experiment.data.model_dump_json()}"
+        if key not in self._splits:
+            federation = prepare(experiment.data, experiment.seed, self._data_root)
+            self._splits[key] = {"split": federation.fingerprint(), "data": contents(federation)}
+        return self._splits[key]
+
+
+def _short(value: Any) -> str:
+    """As much of it as tells it apart."""
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name} {_short(digest)}" for name, digest in value.items()) or "none"
+    return str(value)[:12]
 
 
 def machine(device: str) -> dict[str, Any]:

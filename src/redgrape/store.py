@@ -84,6 +84,11 @@ class RunFolder:
                 with suppress(OSError):  # others may have put something there
                     folder.rmdir()
 
+    def remove(self) -> None:
+        """The whole run, unless somebody works on it."""
+        with self.locked():
+            durable.remove(self.path)
+
     @classmethod
     def open(cls, path: Path) -> RunFolder:
         if not (path / "experiment.toml").is_file():
