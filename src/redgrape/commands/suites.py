@@ -214,7 +214,8 @@ def _run_in_turn(
                     carry_out(folder, options, label=name)
                     after[i] = replace(after[i], view=RunView.read(folder.path))
                 elif after[i].is_refused:
-                    failures.append(StorageError(f"{name}: {after[i].obstacle}"))
+                    kind = StorageError if after[i].obstacle.startswith(ledger.DAMAGED) else ConfigError
+                    failures.append(kind(f"{name}: {after[i].obstacle}"))
             except BusyError:
                 after[i] = replace(standing, obstacle=BUSY)
                 if told:
