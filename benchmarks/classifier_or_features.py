@@ -18,6 +18,9 @@ from torch import Tensor
 from redgrape import nets
 from redgrape.data.examples import Examples
 from redgrape.data.prepare import prepare
+from redgrape.experiment import Experiment
+from redgrape.export import newest_state
+from redgrape.report import RunView
 from redgrape.store import RunFolder
 
 PENALTY = 1e-3  # of the squared weights; chosen beforehand
@@ -33,11 +36,11 @@ def main() -> None:
     )
     print("|---|---|---|---|---|---|---|")
     for path in options.runs:
-        folder = RunFolder.open(path)
-        experiment, (state, _) = folder.experiment(), folder.latest()
+        run = RunView.read(path)
+        experiment, state = Experiment.parse(run.experiment), newest_state(RunFolder.open(path), run)
         federation = prepare(experiment.data, experiment.seed, options.data_root)
-        if state is None or federation.auxiliary is None or federation.test is None:
-            parser.error(f"'{path}' is not finished, or holds no balanced set out (data.auxiliary)")
+        if federation.auxiliary is None or federation.test is None:
+            parser.error(f"'{path}' holds no balanced set out (data.auxiliary)")
         shape = tuple(federation.test.x.shape[1:])
         net = nets.build(experiment.net.name, shape, federation.num_classes, seed=0)
         net.load_state_dict(state.server["model"])

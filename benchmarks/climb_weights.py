@@ -11,8 +11,9 @@ from pathlib import Path
 import torch
 
 from redgrape.data.prepare import prepare
+from redgrape.experiment import Experiment
 from redgrape.methods.climb import client_weights
-from redgrape.store import RunFolder
+from redgrape.report import RunView
 
 
 def main() -> None:
@@ -20,15 +21,15 @@ def main() -> None:
     parser.add_argument("run", type=Path)
     parser.add_argument("--data-root", type=Path)
     options = parser.parse_args()
-    folder = RunFolder.open(options.run)
-    experiment = folder.experiment()
+    run = RunView.read(options.run)
+    experiment = Experiment.parse(run.experiment)
     federation = prepare(experiment.data, experiment.seed, options.data_root)
     labels = [federation.client(k).labels for k in range(federation.num_clients)]
     tail = torch.tensor([torch.isin(y, torch.tensor(federation.groups.tail)).sum().item() for y in labels])
     sizes = torch.tensor([len(y) for y in labels])
-    dual = torch.tensor(folder.metrics()[-1]["dual"], dtype=torch.float64)
+    dual = torch.tensor(run.metrics[-1]["dual"], dtype=torch.float64)
     weights = torch.tensor(client_weights(dual, torch.arange(len(labels)), sizes.tolist())) / sizes
-    print(f"clients without weight after round {folder.newest_round()}: {int((weights == 0).sum())} of {len(labels)}")
+    print(f"clients without weight after round {run.rounds_done}: {int((weights == 0).sum())} of {len(labels)}")
     print(f"share of the tail in all examples: {100 * tail.sum() / sizes.sum():.1f} %")
     print(f"each example weighted as its client is: {100 * (weights * tail).sum() / (weights * sizes).sum():.1f} %")
 

@@ -116,7 +116,14 @@ def test_changed_images_and_a_damaged_cache_are_decoded_again(tmp_path: Path) ->
     load(str(tmp_path / "pets"), tmp_path)
     (cache,) = (tmp_path / "decoded").iterdir()
     cache.write_bytes(cache.read_bytes()[:100])
-    assert load(str(tmp_path / "pets"), tmp_path).train.x.shape == (6, 3, 4, 6)
+    whole = load(str(tmp_path / "pets"), tmp_path).train
+    assert whole.x.shape == (6, 3, 4, 6)
+    pixels = whole.x.clone()
+    content = bytearray(cache.read_bytes())
+    content[-40] ^= 1  # of a pixel
+    cache.unlink()
+    cache.write_bytes(content)
+    assert load(str(tmp_path / "pets"), tmp_path).train.x.equal(pixels)
     path = tmp_path / "pets" / "a" / "000.bmp"
     size = path.stat().st_size
     Image.new("RGB", (6, 4), (200, 0, 0)).save(path)

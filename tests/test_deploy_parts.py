@@ -57,6 +57,7 @@ from redgrape.method import ClientSite
 from redgrape.methods.creff import Creff
 from redgrape.methods.fedavg import FedAvg
 from redgrape.methods.redgrape import RedGrape
+from redgrape.report import RunView
 from redgrape.store import RunFolder
 from redgrape.tree import Tree
 
@@ -514,7 +515,7 @@ def test_evaluations_at_the_sites_keep_to_the_floor(tmp_path: Path, federated: F
     assert test["per_class"][2] is None and None not in test["per_class"][:2]
     known = [share for share in test["per_class"] if share is not None]
     assert test["balanced"] == sum(known) / 3 and math.isfinite(test["loss"])
-    told = " ".join(in_words(disclosed(folder))["the server"])
+    told = " ".join(in_words(disclosed(RunView.read(folder.path)))["the server"])
     assert "of each site, by 2 evaluations there, how many test examples of which class" in told
     assert "from 8 examples for training on" in told
     assert cli.run(["show", str(folder.path)]) == 0

@@ -249,14 +249,22 @@ def test_where_a_model_is_not_written(image_run: SimpleNamespace, tmp_path: Path
 
 
 def test_figures_of_another_round_are_not_given(image_run: SimpleNamespace, tmp_path: Path) -> None:
-    """The newest checkpoint is lost: the model is that of round 1, and the summary, of round 2, is not its own."""
-    run = shutil.copytree(image_run.path, tmp_path / "run")
+    """The newest checkpoint is lost: a finished run has no model then, and one that is not finished that of round 1."""
+    run = shutil.copytree(image_run.path, tmp_path / "run", ignore=shutil.ignore_patterns("SHA256SUMS"))
     shutil.rmtree(run / "checkpoints" / "round-000002")
+    with pytest.raises(StorageError, match="its model is lost"):
+        export(run, tmp_path / "model")
+    assert not (tmp_path / "model").exists()
+    (run / "summary.json").unlink()
+    with pytest.raises(StorageError, match="its model is lost"):
+        export(run, tmp_path / "model")
+    lines = (run / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+    (run / "metrics.jsonl").write_bytes(lines[0])
     out = export(run, tmp_path / "model")
     facts = load_model(out).card["run"]
     assert facts["round"] == 1 and facts["mean_of_last"] is None
     assert facts["last"] == RunFolder(run).metrics()[0]["test"]
-    assert "after round 1 of 2. Later rounds" in (out / "README.md").read_text()
+    assert "after round 1 of 2. The run was not finished" in (out / "README.md").read_text()
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,7 @@ from urllib.parse import quote
 import pytest
 import torch
 
+from forgery import vouch_for
 from redgrape import cli
 from redgrape.errors import ConfigError
 from redgrape.experiment import Experiment
@@ -215,11 +216,13 @@ def test_served_counts_classes_by_threshold_and_prototypes(copied: Path) -> None
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     lines[-1] |= {"prototype_seen": [True, True, True, False], "prototype_age": [0, 2, 5, 0]}
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    vouch_for(run)
     assert page_data({"r": Reading.of(run)})["runs"]["r"]["served"] == [[2, 1, 1], [0, 3, 1], [4, 0, 0]]
     toml = run / "experiment.toml"
     toml.write_text(
         toml.read_text().replace('max_age = "none"', "max_age = 2").replace("threshold = 8.0", "threshold = inf")
     )
+    vouch_for(run)
     assert page_data({"r": Reading.of(run)})["runs"]["r"]["served"] == [[0, 2, 2]] * 3
 
 
@@ -265,8 +268,10 @@ def test_a_run_of_before_an_option_existed_is_of_the_same_setting(copied: Path, 
     toml.write_text(
         re.sub("checkpoint_every = .*\n", "checkpoint_every = 7\n", before.replace("min_answers = 1\n", ""))
     )
+    vouch_for(toml.parent)
     assert len(data_of(written(copied, out=tmp_path / "page.html"))["settings"]) == 1
     toml.write_text(before.replace("min_answers = 1\n", "min_answers = 2\n"))
+    vouch_for(toml.parent)
     assert len(data_of(written(copied, out=tmp_path / "page.html"))["settings"]) == 2
 
 
@@ -276,7 +281,7 @@ def aged(run: Path) -> Path:
     for i, line in enumerate(lines):
         line |= {"prototype_seen": [True, True, True, False], "prototype_age": [0, 0, i, 0]}
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return run
+    return vouch_for(run)
 
 
 def test_ages_are_those_of_prototypes_that_there_are(copied: Path, tmp_path: Path) -> None:
@@ -315,7 +320,7 @@ def hostile_copy(runs: Path, folder: Path) -> Path:
     toml = (run / "experiment.toml").read_text()
     source = json.dumps("</title><script>alert(1)</script>.npz")
     (run / "experiment.toml").write_text(re.sub(r"^source = .*$", lambda _: f"source = {source}", toml, flags=re.M))
-    return run
+    return vouch_for(run)
 
 
 def test_hostile_names_add_nothing_to_the_page(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -348,6 +353,7 @@ def test_a_run_that_is_not_finished_stands_with_what_it_has(copied: Path, tmp_pa
     (run / "summary.json").unlink()
     lines = (run / "metrics.jsonl").read_bytes().splitlines(keepends=True)
     (run / "metrics.jsonl").write_bytes(b"".join(lines[:2]) + lines[2][:40])  # a line that is being written
+    vouch_for(run)
     found = data_of(written(run, out=tmp_path / "page.html"))["runs"][str(run)]
     tests = [json.loads(line)["test"] for line in lines[:2]]
     assert (found["state"], found["done"], found["averaged"]) == ("stopped", 2, 2)
@@ -358,6 +364,7 @@ def test_a_run_without_a_round_makes_a_page(copied: Path, tmp_path: Path) -> Non
     run = copied / "fedavg-seed0"
     for name in ("summary.json", "metrics.jsonl", "times.jsonl", "environment.json"):
         (run / name).unlink()
+    vouch_for(run)
     data = data_of(written(run, out=tmp_path / "page.html"))
     assert data["runs"][str(run)]["done"] == 0
     assert data["splits"] == {}
@@ -404,6 +411,7 @@ def test_numbers_that_json_lacks_are_no_numbers(copied: Path, tmp_path: Path) ->
     (run / "metrics.jsonl").write_text(json.dumps(line) + "\n")
     (run / "times.jsonl").write_text('{"round": 1, "train": NaN}\nnot a line\n[]\n{"rou')
     (run / "summary.json").unlink()
+    vouch_for(run)
     data = data_of(written(run, out=tmp_path / "page.html"))
     columns = data["rounds"][str(run)]
     assert [columns[name][0] for name in ("accuracy", "tail", "head", "train")] == [None] * 4
@@ -537,6 +545,7 @@ def test_serve_follows_a_run(runs: Path, tmp_path: Path) -> None:
     lines = (run / "metrics.jsonl").read_bytes().splitlines(keepends=True)
     (run / "summary.json").unlink()
     (run / "metrics.jsonl").write_bytes(lines[0] + lines[1][:25])
+    vouch_for(run)
     with serving(tmp_path / "runs") as server:
         first = news(server, ("a", 0, ""))
         assert first["rounds"]["a"]["columns"]["round"] == [1]

@@ -36,6 +36,7 @@ from redgrape.methods.redgrape import RedGrape
 from redgrape.methods.scaffold import Scaffold
 from redgrape.numerics import same_bits_everywhere
 from redgrape.privacy_ledger import PrivacyLedger
+from redgrape.report import RunView
 from redgrape.runs import Run
 from redgrape.store import RunFolder
 
@@ -699,7 +700,7 @@ def test_noise_of_the_seed_needs_no_key(tiny: Callable[..., dict[str, Any]], tmp
     one, two = carried_out(tmp_path / "one", values), carried_out(tmp_path / "two", values)
     assert not (one.path / "noise.key").exists()
     assert one.summary()["state"] == two.summary()["state"]  # type: ignore[index]
-    assert "means nothing" in " ".join(in_words(disclosed(one))["differential privacy"])
+    assert "means nothing" in " ".join(in_words(disclosed(RunView.read(one.path)))["differential privacy"])
 
 
 def test_a_run_without_noise_has_no_ledger(tiny: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
@@ -736,7 +737,7 @@ def test_the_report_counts_what_happened(
     values["method"] |= {"min_count": least, "min_clients": clients}
     folder = carried_out(tmp_path / "run", values)
     expected = by_hand(folder, least, clients)
-    facts = disclosed(folder)
+    facts = disclosed(RunView.read(folder.path))
     reports = facts["class_reports"]
     assert reports["server"]["reports"] == expected["reports"]
     assert reports["server"]["single_example_reports"] == expected["single"]
@@ -764,13 +765,13 @@ def test_the_report_of_real_sites_tells_only_what_the_server_knows(
 ) -> None:
     """Without the counts of the clients, which only they know, the records have to do."""
     folder = carried_out(tmp_path / "run", tiny(rounds=3, method__name="redgrape"))
-    known = disclosed(folder)["class_reports"]
+    known = disclosed(RunView.read(folder.path))["class_reports"]
     path = folder.path / "environment.json"
     environment = json.loads(path.read_text())
     del environment["client_counts"]
     path.write_text(json.dumps(environment))
     (folder.path / "SHA256SUMS").unlink()
-    facts = disclosed(folder)
+    facts = disclosed(RunView.read(folder.path))
     assert facts["class_reports"]["server"] == {"reports": known["server"]["reports"]}
     assert facts["class_reports"]["clients"] == known["clients"] | {
         "releases_of_one_example": None,
@@ -788,7 +789,7 @@ def test_the_report_tells_the_fewest_answers_behind_a_round(
     tiny: Callable[..., dict[str, Any]], tmp_path: Path, asked: int, words: str
 ) -> None:
     folder = carried_out(tmp_path / "run", tiny(rounds=2, clients_per_round=asked, method__name="fedavg"))
-    facts = disclosed(folder)
+    facts = disclosed(RunView.read(folder.path))
     assert facts["fewest_answers"] == asked
     assert words in " ".join(in_words(facts)["the clients"])
 
@@ -801,7 +802,7 @@ def test_the_command(tiny: Callable[..., dict[str, Any]], tmp_path: Path, capsys
         assert f"\n{party}\n- " in text
     assert "exact feature vector" in text
     assert cli.run(["privacy", str(folder.path), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == json.loads(json.dumps(disclosed(folder)))
+    assert json.loads(capsys.readouterr().out) == json.loads(json.dumps(disclosed(RunView.read(folder.path))))
     assert cli.run(["privacy", str(tmp_path / "none")]) == 74
     assert len(capsys.readouterr().err.splitlines()) == 1
 
@@ -822,7 +823,9 @@ def test_other_methods_are_told_of_too(
         {"prior": "global"} if method == "balanced_softmax" else Creff.cheap if method == "creff" else {}
     )
     folder = carried_out(tmp_path / "run", values)
-    assert word in " ".join(sentence for party in in_words(disclosed(folder)).values() for sentence in party)
+    assert word in " ".join(
+        sentence for party in in_words(disclosed(RunView.read(folder.path))).values() for sentence in party
+    )
 
 
 @pytest.mark.parametrize("known", [True, False])
@@ -843,7 +846,11 @@ def test_what_clients_tell_beside_their_gradients_is_in_the_report(
         path = folder.path / "environment.json"
         path.write_text(json.dumps(json.loads(path.read_text()) | {"client_counts": None}))
         (folder.path / "SHA256SUMS").unlink()
-    told = [sentence for sentence in in_words(disclosed(folder))["the server"] if "of each client: " in sentence]
+    told = [
+        sentence
+        for sentence in in_words(disclosed(RunView.read(folder.path)))["the server"]
+        if "of each client: " in sentence
+    ]
     assert len(told) == len(words) and all(w in sentence for w, sentence in zip(words, told, strict=True))
 
 

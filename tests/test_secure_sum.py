@@ -32,6 +32,7 @@ from redgrape.flower.folder import Deployment, SiteFolder
 from redgrape.flower.secure_sum import STAGES, Member, SumFailed, Summed, threshold
 from redgrape.flower.site import Site
 from redgrape.flower.wire import Reply
+from redgrape.report import RunView
 from redgrape.store import RunFolder
 from test_deploy_parts import RUN, FakeGrid, _question, _run, options
 
@@ -542,7 +543,7 @@ def test_the_privacy_report_tells_of_sums(tmp_path: Path, federated: Federated) 
     deployment, sites = _deployed(tmp_path, federated)
     method = {"name": "redgrape", "batch_size": 8, "min_count": 3}
     folder, _ = _run(deployment, FakeGrid(deployment, sites), "a", method=method)
-    facts = disclosed(folder)
+    facts = disclosed(RunView.read(folder.path))
     assert facts["secure_aggregation"] is True and facts["fewest_answers"] == 3
     seen = facts["class_reports"]["server"]
     assert seen == {"reports": 3 * (3 + 3 + 3), "sums_of_one_client": 0}
@@ -555,14 +556,14 @@ def test_the_privacy_report_tells_of_summed_class_counts_and_evaluations(tmp_pat
     deployment, sites = _deployed(tmp_path, federated, test=None, min_count=8)
     method = {"name": "logit_adjustment", "prior": "global"}
     folder, _ = _run(deployment, FakeGrid(deployment, sites), "a", rounds=1, method=method)
-    words = " ".join(in_words(disclosed(folder))["the server"])
+    words = " ".join(in_words(disclosed(RunView.read(folder.path)))["the server"])
     assert (
         "of all sites together, and of none by itself: Before the first round each client was asked how many" in words
     )
     assert "of all sites together, by 1 evaluation there" in words and "for training on" not in words
     method = {"name": "redgrape", "prototype_weights": "count", "min_count": 8}
     folder, _ = _run(deployment, FakeGrid(deployment, sites), "b", rounds=1, method=method)
-    words = " ".join(in_words(disclosed(folder))["the server"])
+    words = " ".join(in_words(disclosed(RunView.read(folder.path)))["the server"])
     assert "of a round's sites together: the number of examples behind every class that is reported" in words
 
 

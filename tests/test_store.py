@@ -595,10 +595,11 @@ def test_a_finished_run_is_not_done_again(tmp_path: Path, tiny: Values, straight
 
 def test_an_extended_run_is_the_longer_run(tmp_path: Path, tiny: Values, straight: Path) -> None:
     """Two rounds extended to four have the metrics, the figures and the final state of four rounds at once."""
-    run = Run(RunFolder(carry_out(tmp_path / "run", tiny(rounds=2))), workers=1)
-    run.extend(4)
+    run = Run(RunFolder(carry_out(tmp_path / "run", tiny(rounds=2))), workers=1, rounds=4)
+    steps = run.steps()
+    assert next(steps).state.round == 3
     assert RunView.read(run.folder.path).summary is None  # the old one is not taken for the new run's
-    assert [step.state.round for step in run.steps()] == [3, 4]
+    assert [step.state.round for step in steps] == [4]
     ours, theirs = files(run.folder.path), files(straight)
     assert ours == theirs
     assert json.loads(ours["summary.json"])["rounds"] == 4

@@ -24,6 +24,7 @@ import numpy as np
 import pytest
 
 import redgrape
+from forgery import vouch_for
 from redgrape import cli
 from redgrape.commands import suites
 from redgrape.data.longtail import exponential
@@ -429,6 +430,7 @@ def test_a_run_recorded_before_an_option_existed_is_still_found(small: Path, com
     text = (record / "experiment.toml").read_text()
     assert "cutout = 0" in text
     (record / "experiment.toml").write_text(text.replace("cutout = 0\n", ""))
+    vouch_for(record)
     plan = good(command("reproduce", "small", "--only", "digits", "--plan", "--out", "nowhere")).out
     assert re.search(r"Digits, FedAvg, seed 0 +recorded\n", plan)
     assert re.search(r"Digits, RedGrape, seed 0 +to run ", plan)

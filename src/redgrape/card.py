@@ -6,8 +6,6 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from redgrape.method import Method
-
 FIGURES = {
     "accuracy": "overall",
     "balanced": "class-balanced",
@@ -17,8 +15,8 @@ FIGURES = {
 }
 
 
-def write_card(card: Mapping[str, Any], method: Method) -> str:
-    """The card of what model.json says."""
+def write_card(card: Mapping[str, Any], told: str) -> str:
+    """The card of what model.json says; `told` is what its method's messages tell beyond those of averaging."""
     run, experiment = card["run"], card["run"]["experiment"]
     sections = [
         f"# {plain(experiment['method']['name'])} on {plain(experiment['data']['source'])}",
@@ -36,7 +34,7 @@ def write_card(card: Mapping[str, Any], method: Method) -> str:
         "## Limits",
         _limits(card),
         "## Privacy",
-        _privacy(method, summed=bool(run.get("secure_aggregation"))),
+        _privacy(told, summed=bool(run.get("secure_aggregation"))),
     ]
     return "\n\n".join(sections) + "\n"
 
@@ -63,7 +61,7 @@ def bullets(lines: Iterable[str]) -> str:
 def _what_it_is(card: Mapping[str, Any]) -> str:
     run = card["run"]
     rounds = run["experiment"]["rounds"]
-    unfinished = "" if run["round"] == rounds else " Later rounds had not been run or could not be read."
+    unfinished = "" if run["round"] == rounds else " The run was not finished when this was written."
     return (
         f"A classifier of {len(card['class_names'])} classes, trained by federated learning with "
         f"redgrape {plain(run['versions']['redgrape'])}: the encoder and the linear classifier of the net "
@@ -203,7 +201,7 @@ def _limits(card: Mapping[str, Any]) -> str:
     )
 
 
-def _privacy(method: Method, *, summed: bool) -> str:
+def _privacy(told: str, *, summed: bool) -> str:
     general = (
         "In federated learning the examples stay with the clients, but what a client sends is computed from them "
         "and can reveal something of them, and so can the weights in this folder."
@@ -212,7 +210,7 @@ def _privacy(method: Method, *, summed: bool) -> str:
         "This model was trained with secure aggregation: what a client sent reached the server masked, so that it "
         "could read the sum over a round's clients and no client's own part of it."
     )
-    return "\n\n".join(words for words in (general, method.privacy(), sums if summed else "") if words)
+    return "\n\n".join(words for words in (general, told, sums if summed else "") if words)
 
 
 def _numbers(values: Sequence[float]) -> str:

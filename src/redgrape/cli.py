@@ -150,16 +150,16 @@ def _parser() -> argparse.ArgumentParser:
         return command
 
     command = add("run", "training", "train a method on a long-tailed federation")
-    command.add_argument("experiment", nargs="?", type=Path, help="a TOML file; without it the embedded default")
+    command.add_argument("experiment", nargs="?", type=_path, help="a TOML file; without it the embedded default")
     command.add_argument("--method", dest="set:method.name", metavar="NAME", help="which method")
     command.add_argument("--preset", dest="set:method.preset", metavar="NAME", help="its preset")
     command.add_argument("--seed", dest="set:seed", type=int, metavar="N", help="the seed")
     _add_experiment_flags(command)
-    command.add_argument("--out", type=Path, metavar="DIR", help="the run folder; without it one below runs/")
+    command.add_argument("--out", type=_path, metavar="DIR", help="the run folder; without it one below runs/")
     _add_execution_flags(command)
 
     command = add("resume", "training", "continue a run, or extend a finished one")
-    command.add_argument("run", type=Path, help="the run folder")
+    command.add_argument("run", type=_path, help="the run folder")
     command.add_argument("--rounds", type=int, metavar="N", help="let it go on to this many rounds")
     _add_execution_flags(command)
 
@@ -167,11 +167,12 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument(
         "methods", nargs="+", help="methods, each with hyper-parameters where wanted: redgrape:lam=0.2,norm=per_tensor"
     )
-    command.add_argument("--experiment", type=Path, metavar="FILE", help="a TOML file that describes the rest")
+    command.add_argument("--experiment", type=_path, metavar="FILE", help="a TOML file that describes the rest")
     command.add_argument("--preset", dest="set:method.preset", metavar="NAME", help="the preset of all of them")
     _add_seed_flags(command)
     _add_experiment_flags(command)
-    command.add_argument("--out", type=Path, default=Path("runs/compare"), metavar="DIR", help="where the runs go")
+    command.add_argument("--out", type=_path, default=Path("runs/compare"), metavar="DIR", help="where the runs go")
+    _add_overwrite_flag(command)
     _add_on_flag(command)
     _add_execution_flags(command)
 
@@ -184,46 +185,48 @@ def _parser() -> argparse.ArgumentParser:
         "--only", nargs="+", default=[], metavar="WHAT", help="some cells, e.g. mnist ir=100 method=redgrape"
     )
     command.add_argument("--seeds", type=_seeds, metavar="0,1,2", help="the seeds; without them the scale's")
-    command.add_argument("--out", type=Path, default=Path("runs"), metavar="DIR", help="where runs are and go (runs)")
+    command.add_argument("--out", type=_path, default=Path("runs"), metavar="DIR", help="where runs are and go (runs)")
     _add_suite_flags(command)
     command.add_argument("--record", action="store_true", help="copy finished cells, without weights, to the records")
     command.add_argument("--no-run", action="store_true", help="write the tables from what there is, run nothing")
-    command.add_argument("--into", type=Path, metavar="FILE", help="put the table into a Markdown page, at its marks")
+    command.add_argument("--into", type=_path, metavar="FILE", help="put the table into a Markdown page, at its marks")
     _add_execution_flags(command)
 
     command = add("sweep", "suites", "run a grid of one's own, or search, and write its table")
     command.add_argument("grid", nargs="+", metavar="KEY=V1,V2", help="an axis; with --search also KEY=LOW..HIGH[:log]")
-    command.add_argument("--experiment", type=Path, metavar="FILE", help="a TOML file that describes the rest")
+    command.add_argument("--experiment", type=_path, metavar="FILE", help="a TOML file that describes the rest")
     command.add_argument("--method", dest="set:method.name", metavar="NAME", help="which method")
     command.add_argument("--preset", dest="set:method.preset", metavar="NAME", help="its preset")
     _add_seed_flags(command)
     command.add_argument("--reference", metavar="ROW", help="the row that others are compared with; else the first")
     command.add_argument("--search", type=_positive, metavar="N", help="let Optuna propose N settings, by validation")
     _add_experiment_flags(command)
-    command.add_argument("--out", type=Path, default=Path("runs"), metavar="DIR", help="where runs are and go (runs)")
-    command.add_argument("--name", default="sweep", help="the folder below it for this grid (sweep)")
+    command.add_argument("--out", type=_path, default=Path("runs"), metavar="DIR", help="where runs are and go (runs)")
+    command.add_argument("--name", type=_name, default="sweep", help="the folder below it for this grid (sweep)")
     _add_on_flag(command)
     _add_suite_flags(command)
     _add_execution_flags(command)
 
     command = add("ls", "inspection", "list runs")
-    command.add_argument("folder", nargs="?", type=Path, default=Path("runs"), help="below this folder (runs)")
+    command.add_argument("folder", nargs="?", type=_path, default=Path("runs"), help="below this folder (runs)")
     command = add("show", "inspection", "show one run")
-    command.add_argument("run", type=Path, help="the run folder")
+    command.add_argument("run", type=_path, help="the run folder")
     _add_on_flag(command)
     command = add("privacy", "privacy", "tell what each party could learn in a run")
-    command.add_argument("run", type=Path, help="the run folder")
+    command.add_argument("run", type=_path, help="the run folder")
     command = add("report", "page", "write one HTML page about runs, to open in a browser or to pass on")
     command.add_argument(
         "folders",
         nargs="+",
-        type=Path,
+        type=_path,
         metavar="RUN_OR_SUITE",
         help="a run, a folder with runs in it, or a suite: its folder, or its name for those below runs/",
     )
-    command.add_argument("--out", type=Path, default=Path("report.html"), metavar="FILE", help="the page (report.html)")
+    command.add_argument(
+        "--out", type=_path, default=Path("report.html"), metavar="FILE", help="the page (report.html)"
+    )
     command = add("serve", "page", "show the runs of a folder live, to a browser on this machine")
-    command.add_argument("folder", nargs="?", type=Path, default=Path("runs"), help="below this folder (runs)")
+    command.add_argument("folder", nargs="?", type=_path, default=Path("runs"), help="below this folder (runs)")
     command.add_argument("--port", type=_port, default=8765, metavar="N", help="where (8765; 0 for any free one)")
     command = add("methods", "inspection", "list the methods, or one with its hyper-parameters")
     command.add_argument("name", nargs="?", help="a method")
@@ -235,27 +238,27 @@ def _parser() -> argparse.ArgumentParser:
     parts = data.add_subparsers(required=True, metavar="COMMAND", parser_class=_Parser)
     command = parts.add_parser("show", help="print and draw who holds what", allow_abbrev=False)
     command.set_defaults(command=_command("data", "show"))
-    command.add_argument("experiment", nargs="?", type=Path, help="a TOML file; without it the embedded default")
+    command.add_argument("experiment", nargs="?", type=_path, help="a TOML file; without it the embedded default")
     command.add_argument("--seed", dest="set:seed", type=int, metavar="N", help="the seed")
     _add_experiment_flags(command)
-    command.add_argument("--data-root", type=Path, metavar="DIR", help="where data files are")
-    command.add_argument("--out", type=Path, default=Path("federation.png"), metavar="FILE", help="the picture")
+    command.add_argument("--data-root", type=_path, metavar="DIR", help="where data files are")
+    command.add_argument("--out", type=_path, default=Path("federation.png"), metavar="FILE", help="the picture")
     command.add_argument("--json", action="store_true", help="output for machines")
     command = parts.add_parser("fetch", help="download a data set and verify it", allow_abbrev=False)
     command.set_defaults(command=_command("data", "fetch"))
     command.add_argument("name", help="mnist, fashion_mnist, cifar10 or cifar100")
-    command.add_argument("--data-root", type=Path, metavar="DIR", help="where data files go")
+    command.add_argument("--data-root", type=_path, metavar="DIR", help="where data files go")
 
     command = add("export", "model", "write a run's inference model with its card")
-    command.add_argument("run", type=Path, help="the run folder")
-    command.add_argument("out", type=Path, help="the model folder to make")
+    command.add_argument("run", type=_path, help="the run folder")
+    command.add_argument("out", type=_path, help="the model folder to make")
     command.add_argument("--format", choices=["safetensors", "onnx"], default="safetensors", help="of the weights")
     command = add("evaluate", "model", "apply an exported model to labelled data")
-    command.add_argument("model", type=Path, help="the model folder")
-    command.add_argument("data", type=Path, help="a folder with a sub-folder a class, or an .npz with x and y")
+    command.add_argument("model", type=_path, help="the model folder")
+    command.add_argument("data", type=_path, help="a folder with a sub-folder a class, or an .npz with x and y")
     command = add("predict", "model", "apply an exported model to new data")
-    command.add_argument("model", type=Path, help="the model folder")
-    command.add_argument("data", type=Path, help="an image, a folder of images, or an .npz with x")
+    command.add_argument("model", type=_path, help="the model folder")
+    command.add_argument("data", type=_path, help="an image, a folder of images, or an .npz with x")
     _add_deployment(commands)
     return parser
 
@@ -268,7 +271,7 @@ def _add_deployment(commands: Any) -> None:
     def add(name: str, text: str, folder: str = "the deployment's folder") -> argparse.ArgumentParser:
         command: argparse.ArgumentParser = parts.add_parser(name, help=text, description=text, allow_abbrev=False)
         command.set_defaults(command=_command("deploy", name))
-        command.add_argument("folder", type=Path, metavar="DIR", help=folder)
+        command.add_argument("folder", type=_path, metavar="DIR", help=folder)
         return command
 
     command = add("init", "write what each party needs: certificates, keys, settings, scripts")
@@ -277,10 +280,10 @@ def _add_deployment(commands: Any) -> None:
     command.add_argument("--port", type=_port, default=8443, metavar="N", help="of the server (8443)")
     command.add_argument("--bind", metavar="ADDRESS", help="that the server listens on; without it that of --host")
     command.add_argument(
-        "--test", type=Path, metavar="DATA", help="a test set at the server; without it sites evaluate"
+        "--test", type=_path, metavar="DATA", help="a test set at the server; without it sites evaluate"
     )
     command.add_argument(
-        "--like", type=Path, metavar="DATA", help="data with all classes, that tells them and the shape"
+        "--like", type=_path, metavar="DATA", help="data with all classes, that tells them and the shape"
     )
     command.add_argument("--classes", metavar="A,B,C", help="the names of the classes, or how many (numbered from 0)")
     command.add_argument("--shape", type=_shape, metavar="1,28,28", help="of an input")
@@ -302,9 +305,9 @@ def _add_deployment(commands: Any) -> None:
 
     add("server", "start the server and watch over it, until Ctrl-C")
     command = add("site", "take part as a site, until Ctrl-C", "the site's folder")
-    command.add_argument("--data", type=Path, required=True, help="a folder with a sub-folder a class, or an .npz")
+    command.add_argument("--data", type=_path, required=True, help="a folder with a sub-folder a class, or an .npz")
     command = add("run", "run an experiment on the sites, or go on with it")
-    command.add_argument("experiment", nargs="?", type=Path, help="a TOML file; without it that of the deployment")
+    command.add_argument("experiment", nargs="?", type=_path, help="a TOML file; without it that of the deployment")
     command.add_argument("--method", dest="set:method.name", metavar="NAME", help="which method")
     command.add_argument("--preset", dest="set:method.preset", metavar="NAME", help="its preset")
     command.add_argument("--seed", dest="set:seed", type=int, metavar="N", help="the seed")
@@ -312,10 +315,10 @@ def _add_deployment(commands: Any) -> None:
     command.add_argument(
         "-c", dest="config", action="append", default=[], metavar="KEY=VALUE", help="set any key, e.g. method.lam=0.2"
     )
-    command.add_argument("--name", metavar="NAME", help="of the run folder, below DIR/runs")
+    command.add_argument("--name", type=_name, metavar="NAME", help="of the run folder, below DIR/runs")
     command.add_argument(
         "--simulate",
-        type=Path,
+        type=_path,
         metavar="PATH",
         help="no sites connect: simulate all with Flower and Ray, from PATH/NAME or PATH/NAME.npz",
     )
@@ -334,8 +337,8 @@ def _add_deployment(commands: Any) -> None:
     text = "look for what may be wrong with a deployment, and say what to do"
     command = commands.add_parser("doctor", help=text, description=text, allow_abbrev=False)
     command.set_defaults(command=_command("doctor", "doctor"))
-    command.add_argument("folder", type=Path, metavar="DIR", help="the deployment's folder, or a site's")
-    command.add_argument("--data", type=Path, metavar="PATH", help="a site's data, to be checked too")
+    command.add_argument("folder", type=_path, metavar="DIR", help="the deployment's folder, or a site's")
+    command.add_argument("--data", type=_path, metavar="PATH", help="a site's data, to be checked too")
     command.add_argument("--json", action="store_true", help="output for machines")
 
 
@@ -355,10 +358,11 @@ def _add_seed_flags(command: argparse.ArgumentParser) -> None:
 
 
 def _add_suite_flags(command: argparse.ArgumentParser) -> None:
+    _add_overwrite_flag(command)
     command.add_argument("--plan", action="store_true", help="print the cells, their state and the time they will take")
     command.add_argument(
         "--results",
-        type=Path,
+        type=_path,
         default=Path("results"),
         metavar="DIR",
         help="where records of finished cells are (results)",
@@ -368,6 +372,14 @@ def _add_suite_flags(command: argparse.ArgumentParser) -> None:
         type=_positive,
         metavar="N",
         help="cells at once, which share the workers; without it as many as there are workers for all clients of each",
+    )
+
+
+def _add_overwrite_flag(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--overwrite",
+        action="store_true",
+        help="run again, in its place, what was run with other data or settings",
     )
 
 
@@ -391,7 +403,7 @@ def _add_execution_flags(command: argparse.ArgumentParser) -> None:
         metavar="N",
         help="train N clients of equal size as one, which is fast for small nets (and does change last bits)",
     )
-    group.add_argument("--data-root", type=Path, metavar="DIR", help="where data files are (else $REDGRAPE_DATA)")
+    group.add_argument("--data-root", type=_path, metavar="DIR", help="where data files are (else $REDGRAPE_DATA)")
     group.add_argument(
         "--deadline",
         type=_seconds,
@@ -412,6 +424,18 @@ def _positive(text: str) -> int:
     if not (text.isdecimal() and len(text) < 10 and int(text) > 0):
         raise argparse.ArgumentTypeError(f"'{text[:40]}' is not a whole number of at least 1 and below 10^9")
     return int(text)
+
+
+def _path(text: str) -> Path:
+    if not text:
+        raise argparse.ArgumentTypeError("the path is empty; for the current folder write .")
+    return Path(text)
+
+
+def _name(text: str) -> str:
+    if not text or text != Path(text).name or text.startswith(".") or "\\" in text:
+        raise argparse.ArgumentTypeError(f"'{text}' is no name of a folder; leave out slashes, and no dot first")
+    return text
 
 
 def _seconds(text: str) -> float:

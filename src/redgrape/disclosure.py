@@ -10,50 +10,82 @@ Counted in reports (client, class, round) and releases (class, round).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from redgrape import methods
 from redgrape.aggregation import Averaging
 from redgrape.class_reports import ClassReports
 from redgrape.errors import StorageError
+from redgrape.experiment import Experiment
 from redgrape.method import Method
 from redgrape.privacy_ledger import PrivacyLedger
-from redgrape.store import RunFolder
+from redgrape.report import RunView
 
 
-def disclosed(folder: RunFolder) -> dict[str, Any]:
+def told_by(method: Method, num_classes: int) -> dict[str, Any]:
+    """What a method lets out. A run records it, so that whoever looks at the run loads no method: it may be a file."""
+    reports = None
+    if isinstance(method, ClassReports) and method.reports_classes:
+        reports = {
+            "min_count": method.min_count,
+            "min_clients": method.min_clients,
+            "fewest_contributors": method.fewest_contributors(),
+            "solvable_up_to": method.solvable(num_classes),
+            "beside_gradients": method.told_beside_gradients(),
+        }
+    return {
+        "beyond_averaging": method.privacy(),
+        "class_reports": reports,
+        "randomness": method.dp_randomness if isinstance(method, Averaging) else None,
+    }
+
+
+def told_in(run: RunView) -> dict[str, Any]:
+    """The same, of a run; one of before it was recorded may be of a method that comes with redgrape."""
+    environment, name = run.environment, run.experiment["method"]["name"]
+    if environment is None:
+        raise StorageError(f"'{run.path}' has not begun; let it finish a round first")
+    if "told" in environment:
+        return dict(environment["told"])
+    if name not in methods.names():
+        raise StorageError(
+            f"'{run.path}' does not record what its method tells, and '{name}' is not run to find out; run it again "
+            "with this redgrape"
+        )
+    return told_by(Experiment.parse(run.experiment).method.create(), len(environment["class_names"]))
+
+
+def disclosed(run: RunView) -> dict[str, Any]:
     """The figures of a run, for `redgrape privacy`: only things that JSON knows."""
-    experiment = folder.experiment()
-    method = experiment.method.create()
-    records, environment = folder.metrics(), folder.environment()
+    told = told_in(run)
+    records, environment, method = run.metrics, run.environment or {}, run.experiment["method"]
     facts: dict[str, Any] = {
-        "run": str(folder.path),
-        "method": experiment.method.name,
-        "preset": experiment.method.preset,
+        "run": str(run.path),
+        "method": method["name"],
+        "preset": method["preset"],
         "rounds": len(records),
         "clients": len(environment.get("client_counts") or environment.get("sites") or []) or None,
         "classes": len(environment["class_names"]),
         "answers": sum(len(record["answered"]) for record in records),
         "secure_aggregation": bool(environment.get("secure_aggregation")),
         "fewest_answers": min((len(record["answered"]) for record in records), default=None),
-        "beyond_averaging": method.privacy(),
+        "beyond_averaging": told["beyond_averaging"],
         "evaluations_at_sites": _evaluations_at_sites(records, environment),
         "class_reports": None,
-        "noise": _noise(method, folder),
+        "noise": _noise(run, told["randomness"]),
     }
-    if isinstance(method, ClassReports) and method.reports_classes:
+    if (reports := told["class_reports"]) is not None:
         held = environment.get("client_counts")  # [clients, C]; at real sites only the sites know
         counts = None if held is None else torch.tensor(held)
-        rounds = [_Round(method, record, counts, folder) for record in records]
+        rounds = [_Round(reports, record, counts, run.path) for record in records]
         facts["class_reports"] = {
-            "min_count": method.min_count,
-            "min_clients": method.min_clients,
-            "solvable_up_to": method.solvable(facts["classes"]),
-            "beside_gradients": method.told_beside_gradients(),
-            "server": _seen_by_server(method, rounds, counts),
-            "clients": _seen_by_clients(method, rounds),
+            **{name: value for name, value in reports.items() if name != "fewest_contributors"},
+            "server": _seen_by_server(reports, rounds, counts),
+            "clients": _seen_by_clients(reports, rounds),
         }
         if facts["secure_aggregation"]:
             alone = sum(int((r.contributors == 1).sum()) for r in rounds)
@@ -71,9 +103,12 @@ def _evaluations_at_sites(
     return {"number": sum("test" in record for record in records), "min_count": floor}
 
 
-def _noise(method: Method, folder: RunFolder) -> dict[str, Any] | None:
-    releases = PrivacyLedger(folder.path).releases()
-    if not isinstance(method, Averaging) or not releases:
+def _noise(run: RunView, randomness: str | None) -> dict[str, Any] | None:
+    ledger = PrivacyLedger(run.path)
+    if any("epsilon" in record for record in run.metrics):
+        ledger.require(len(run.metrics))
+    releases = ledger.releases()
+    if not releases:
         return None
     last = releases[-1]
     return {
@@ -82,44 +117,42 @@ def _noise(method: Method, folder: RunFolder) -> dict[str, Any] | None:
         "releases": len(releases),
         "most_rounds": last["most_rounds"],
         "mechanisms": last["mechanisms"],
-        "randomness": method.dp_randomness,
+        "randomness": randomness,
     }
 
 
 class _Round:
     """One round's reports and releases, by class."""
 
-    def __init__(
-        self, method: ClassReports, record: Mapping[str, Any], counts: Tensor | None, folder: RunFolder
-    ) -> None:
+    def __init__(self, reports: Mapping[str, Any], record: Mapping[str, Any], counts: Tensor | None, run: Path) -> None:
         self.answered: list[int] = record["answered"]
         self.examples: Tensor | None = None  # behind the reports of each class, where that is known
         reported: Tensor | None = None
         if counts is not None:
             counted = counts[[k for k in self.answered if k not in record.get("left_out", [])]]
-            reported = method.reported(counted)
+            reported = counted >= reports["min_count"]
             self.examples = (counted * reported).sum(dim=0)
         if "class_contributors" in record:
             self.contributors = torch.tensor(record["class_contributors"])
         elif reported is not None:  # a run of before it was recorded
             self.contributors = reported.sum(dim=0)
         else:
-            raise StorageError(f"'{folder.path}' does not record who reported a class; run it again with this redgrape")
+            raise StorageError(f"'{run}' does not record who reported a class; run it again with this redgrape")
         self.is_prototype = "prototype_age" in record
         if self.is_prototype:  # RedGrape records which prototypes are new; elsewhere the floor tells
             self.released = torch.tensor(record["prototype_seen"]) & (torch.tensor(record["prototype_age"]) == 0)
         else:
-            self.released = self.contributors >= method.fewest_contributors()
+            self.released = self.contributors >= reports["fewest_contributors"]
 
 
-def _seen_by_server(method: ClassReports, rounds: Sequence[_Round], counts: Tensor | None) -> dict[str, Any]:
+def _seen_by_server(reports: Mapping[str, Any], rounds: Sequence[_Round], counts: Tensor | None) -> dict[str, Any]:
     if counts is None:
         return {"reports": sum(int(r.contributors.sum()) for r in rounds)}
-    reported = method.reported(counts)
+    reported = counts >= reports["min_count"]
     took_part = torch.zeros(len(counts), dtype=torch.int64)
     for r in rounds:
         took_part[r.answered] += 1
-    of_one, solvable = reported & (counts == 1), reported & (counts <= method.solvable(counts.shape[1]))
+    of_one, solvable = reported & (counts == 1), reported & (counts <= reports["solvable_up_to"])
 
     def in_all(pairs: Tensor) -> int:
         return int((pairs * took_part[:, None]).sum())
@@ -141,11 +174,11 @@ def _seen_by_server(method: ClassReports, rounds: Sequence[_Round], counts: Tens
     }
 
 
-def _seen_by_clients(method: ClassReports, rounds: Sequence[_Round]) -> dict[str, Any]:
+def _seen_by_clients(reports: Mapping[str, Any], rounds: Sequence[_Round]) -> dict[str, Any]:
     alone = [r.released & (r.contributors == 1) for r in rounds]
     behind = [int(r.contributors[r.released].min()) for r in rounds if r.released.any()]
     known = [(r.released, r.examples) for r in rounds if r.examples is not None]  # those of all rounds, or of none
-    limit = method.solvable(len(rounds[0].released)) if rounds else 0
+    limit = reports["solvable_up_to"]
     return {
         "as_prototypes": any(r.is_prototype for r in rounds),
         "releases": sum(int(r.released.sum()) for r in rounds),

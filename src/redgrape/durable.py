@@ -14,6 +14,8 @@ from pathlib import Path
 
 from redgrape.errors import RedgrapeError, StorageError
 
+# O_BINARY is of Windows alone, O_NOFOLLOW of all others
+_NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0)
 _steps: dict[str, int] = {}
 
 
@@ -60,9 +62,12 @@ def check_ordinary(folder: Path) -> None:
                         raise StorageError(f"'{path}' is a link or no ordinary file; remove it, or put a copy there")
 
 
-def write_file(path: Path, data: bytes) -> None:
-    """Write and flush to the disk. Not atomic: for new files in a folder that is renamed into place afterwards."""
-    with path.open("wb") as file:
+def write_file(path: Path, data: bytes, mode: int = 0o666) -> None:
+    """Write a new file and flush it to the disk. Not atomic: it, or its folder, is renamed into place afterwards. What
+    lies there gives way, left by a crash or laid there by a stranger: through a link this would be written elsewhere.
+    """
+    path.unlink(missing_ok=True)
+    with os.fdopen(os.open(path, _NEW, mode), "wb") as file:
         fault_point("write")
         file.write(data)
         file.flush()
@@ -70,11 +75,11 @@ def write_file(path: Path, data: bytes) -> None:
         os.fsync(file.fileno())
 
 
-def replace_file(path: Path, data: bytes) -> None:
+def replace_file(path: Path, data: bytes, mode: int = 0o666) -> None:
     """Atomically give the file this content."""
     temporary = path.with_name(f".{path.name}.tmp")
     with storage_errors("write", path):
-        write_file(temporary, data)
+        write_file(temporary, data, mode)
         fault_point("rename")
         temporary.replace(path)
         sync_folder(path.parent)

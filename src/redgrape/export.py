@@ -25,11 +25,12 @@ from torch import Tensor, nn
 
 from redgrape import checksums, durable, nets, tree
 from redgrape.card import write_card
+from redgrape.disclosure import told_in
 from redgrape.errors import ConfigError, StorageError, unknown
-from redgrape.experiment import Experiment
 from redgrape.model import FORMAT, WEIGHTS, Description, Format, forward_of, pixels_of
 from redgrape.nets.net import Net
-from redgrape.runs import check_model
+from redgrape.report import RunView
+from redgrape.runs import check_model, digest_of_state
 from redgrape.store import RunFolder
 from redgrape.training import RunState
 from redgrape.tree import Tensors
@@ -43,14 +44,14 @@ def export(run: Path, out: Path, format: Format = "safetensors") -> Path:
         if out.exists() and (not out.is_dir() or any(out.iterdir())):
             raise ConfigError(f"'{out}' exists already and is not an empty folder; name another")
     folder = RunFolder.open(run)
-    state, _ = folder.latest()
-    if state is None:
-        raise StorageError(f"'{run}' has no checkpoint yet; let it finish a round first")
-    experiment, environment = folder.experiment(), folder.environment()
+    view = RunView.read(run)
+    state = newest_state(folder, view)
+    environment = view.environment or {}
     try:
+        name = view.experiment["net"]["name"]
         shape, classes = tuple(environment["input"]["shape"]), len(environment["class_names"])
         with torch.device("meta"):
-            expected = nets.build(experiment.net.name, shape, classes, seed=0).state_dict()
+            expected = nets.build(name, shape, classes, seed=0).state_dict()
     except (KeyError, TypeError, RuntimeError) as error:
         raise StorageError(f"'{run / 'environment.json'}' is damaged: it tells no input and classes") from error
     check_model(state, expected, folder)
@@ -58,33 +59,45 @@ def export(run: Path, out: Path, format: Format = "safetensors") -> Path:
     card: dict[str, Any] = {
         "format": FORMAT,
         "weights": {"format": format, "sha256": ""},
-        "net": experiment.net.name,
+        "net": name,
         "dtype": str(model["classifier.weight"].dtype).removeprefix("torch."),
         "input": environment["input"],
         "class_names": environment["class_names"],
-        "run": _facts(folder, state, experiment, environment),
+        "run": _facts(view, state, environment),
     }
     weights = tree.to_bytes(model) if format == "safetensors" else _onnx(model, Description.model_validate(card))
     card["weights"]["sha256"] = hashlib.sha256(weights).hexdigest()
     files = {
         WEIGHTS[format]: weights,
         "model.json": json.dumps(card, indent=2, allow_nan=False).encode() + b"\n",
-        "README.md": write_card(card, experiment.method.create()).encode(),
+        "README.md": write_card(card, told_in(view)["beyond_averaging"]).encode(),
     }
     durable.create_folder(out.resolve(), {**files, checksums.NAME: checksums.of(files)})
     return out
 
 
-def _facts(
-    folder: RunFolder, state: RunState, experiment: Experiment, environment: Mapping[str, Any]
-) -> dict[str, Any]:
-    evaluated = {record["round"]: record["test"] for record in folder.metrics() if "test" in record}
-    summary = folder.summary()
-    if summary is None or summary["state"] != hashlib.sha256(tree.to_bytes(state.server)).hexdigest():
-        summary = {}  # it is of another round than the checkpoint
+def newest_state(folder: RunFolder, view: RunView) -> RunState:
+    """The state of the newest checkpoint that is whole; of a finished run its last round's, and no other."""
+    state, wrong = folder.latest()
+    last = view.experiment["rounds"]
+    if view.rounds_done == last and (state is None or state.round < last):
+        reason = "; ".join(wrong) or f"it has no checkpoint of round {last}"
+        raise StorageError(
+            f"'{folder.path}' is finished, and its model is lost: {reason}; `redgrape resume` makes it anew"
+        )
+    if state is None:
+        raise StorageError(f"'{folder.path}' has no checkpoint yet; let it finish a round first")
+    if view.summary is not None and view.summary["state"] != digest_of_state(state):
+        raise StorageError(f"the checkpoint of round {last} in '{folder.path}' is not that of summary.json")
+    return state
+
+
+def _facts(view: RunView, state: RunState, environment: Mapping[str, Any]) -> dict[str, Any]:
+    evaluated = {record["round"]: record["test"] for record in view.metrics if "test" in record}
+    summary = view.summary or {}
     return {
         "round": state.round,
-        "experiment": _without_paths(experiment.resolved()),
+        "experiment": _without_paths(view.experiment),
         "last": evaluated.get(state.round),
         "mean_of_last": summary.get("mean_of_last"),
         "per_class_mean_of_last": summary.get("per_class"),

@@ -36,7 +36,7 @@ class PrivacyLedger:
         if not self._key.exists():
             if not is_new:
                 raise StorageError(f"'{self._key}' is missing, and the run's noise cannot go on without; put it back")
-            self._create_key()
+            durable.replace_file(self._key, secrets.token_bytes(32), mode=0o600)
         with durable.storage_errors("read", self._key):
             mode, key = self._key.stat().st_mode, self._key.read_bytes()
         if os.name == "posix" and mode & 0o077:
@@ -44,22 +44,6 @@ class PrivacyLedger:
         if len(key) != 32:
             raise StorageError(f"'{self._key}' is damaged: it has {len(key)} bytes, not 32")
         return key
-
-    def _create_key(self) -> None:
-        temporary = self._key.with_name(f".{KEY}.tmp")
-        with durable.storage_errors("write", self._key):
-            temporary.unlink(missing_ok=True)
-            file = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-            try:
-                durable.fault_point("write")
-                os.write(file, secrets.token_bytes(32))
-                durable.fault_point("fsync")
-                os.fsync(file)
-            finally:
-                os.close(file)
-            durable.fault_point("rename")
-            temporary.replace(self._key)
-            durable.sync_folder(self._key.parent)
 
     def releases(self) -> list[dict[str, Any]]:
         """Every release so far, in the order in which they were made."""

@@ -6,6 +6,7 @@ import json
 import math
 import tomllib
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ from redgrape.errors import ConfigError, StorageError
 
 FIGURES = ("accuracy", "balanced", "head", "middle", "tail")
 EXTRA_DATA = " †"
+TELLTALE = ("experiment.toml", "environment.json", "metrics.jsonl")  # of a run folder
+TRIES = 3  # a run may be written to while it is read
 TITLES = {"accuracy": "overall", "balanced": "class-balanced", "head": "head", "middle": "middle", "tail": "tail"}
 
 
@@ -31,15 +34,28 @@ class RunView:
 
     @classmethod
     def read(cls, path: Path) -> RunView:
+        """The one way into a run folder for all who only look: its files are held against their checksums and against
+        each other, and a run of which that does not hold is a StorageError. No lock is taken and no method loaded."""
+        for _ in range(TRIES - 1):
+            with suppress(StorageError):
+                return cls._read(path)
+        return cls._read(path)
+
+    @classmethod
+    def _read(cls, path: Path) -> RunView:
         try:
-            experiment = tomllib.loads(durable.ordinary(path / "experiment.toml").read_text(encoding="utf-8"))
-            environment = _json(_whole(path / "environment.json"))
-            metrics = [json.loads(line) for line in (_whole(path / "metrics.jsonl") or b"").split(b"\n")[:-1]]
+            manifests = _manifests(path)  # before the lines: those that they tell of are there by now
+            experiment = tomllib.loads(_content(path / "experiment.toml").decode())
             summary = _json(_whole(path / "summary.json"))
-            if summary is None or summary["experiment"] != hash_of(experiment):
-                _whole(path / "experiment.toml")
+            environment = _json(_whole(path / "environment.json"))
+            lines = _whole(path / "metrics.jsonl") or b""
+            metrics = [json.loads(line) for line in lines.split(b"\n")[:-1]]
+            _check_experiment(path, experiment, [*manifests, *([] if summary is None else [summary])])
+            _check_lines(path, lines, metrics, manifests)
             if summary is not None and summary["rounds"] != experiment["rounds"]:
                 summary = None  # of the run before it was extended
+            if summary is not None:
+                _check_summary(path, summary, metrics, environment)
             view = cls(path, experiment, environment, metrics, summary)
             view.row()
         except (OSError, ValueError, RecursionError) as error:
@@ -86,10 +102,42 @@ def run_label(method: dict[str, Any]) -> str:
     return name if method.get("preset", "paper") == "paper" else f"{name} ({method['preset']})"
 
 
+def other_data(runs: Sequence[RunView]) -> dict[Path, str]:
+    """The runs that no table may show beside the others of their seed and data options, since they are of another split
+    or of other examples, and why. What most have, and else what comes first, is what the others lack."""
+    begun = [run for run in runs if run.environment is not None]
+    names = set().union(*[run.experiment["data"] for run in begun])
+    lacking = any(names - run.experiment["data"].keys() for run in begun)
+    groups: dict[str, list[tuple[RunView, tuple[str, ...]]]] = {}
+    for run in begun:
+        options = {**(_data_defaults() if lacking else {}), **run.experiment["data"], "seed": run.experiment["seed"]}
+        told = tuple(str((run.environment or {}).get(name, "")) for name in ("split", "data"))
+        groups.setdefault(json.dumps(options, sort_keys=True, default=str), []).append((run, told))
+    found = {}
+    for group in groups.values():
+        all_told = [told for _, told in group]
+        usual = max(all_told, key=all_told.count)
+        for run, told in group:
+            for name, ours, theirs in zip(("split", "data"), told, usual, strict=True):
+                if ours != theirs and ours and theirs:
+                    beside = next(other.path for other, what in group if what == usual)
+                    found[run.path] = f"its {name} is {ours[:12]}, and that of '{beside}' is {theirs[:12]}"
+                    break
+    return found
+
+
+def _data_defaults() -> dict[str, Any]:
+    """For runs of before an option existed."""
+    from redgrape.experiment import Experiment
+
+    defaults: dict[str, Any] = Experiment().resolved()["data"]
+    return defaults
+
+
 def find_runs(folder: Path) -> list[Path]:
-    """The run folders at or below this one, two levels deep."""
+    """The run folders at or below this one, two levels deep; also one that has lost its description."""
     candidates = [folder, *sorted(folder.glob("*")), *sorted(folder.glob("*/*"))]
-    return [path for path in candidates if (path / "experiment.toml").is_file()]
+    return [path for path in candidates if any((path / name).is_file() for name in TELLTALE)]
 
 
 @dataclass(frozen=True)
@@ -266,13 +314,82 @@ def plain(value: Any) -> Any:
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
+def _content(path: Path) -> bytes:
+    if path.is_symlink():
+        raise StorageError(f"'{path}' is a link or no ordinary file")
+    return durable.ordinary(path).read_bytes()
+
+
 def _whole(path: Path) -> bytes | None:
     """The file's content, where there is one and it is what was written."""
-    for _ in range(3):  # it may be replaced, and its checksum with it, between one look and the other
-        data = durable.ordinary(path).read_bytes() if path.exists() else None
-        if data is None or checksums.fits(path.parent, path.name, data):
-            return data
-    raise StorageError(f"'{path}' is damaged: its SHA-256 is not that in {checksums.NAME}")
+    data = _content(path) if path.exists() or path.is_symlink() else None
+    if data is not None and not checksums.fits(path.parent, path.name, data):
+        raise StorageError(f"'{path}' is damaged: its SHA-256 is not that in {checksums.NAME}")
+    return data
+
+
+def _manifests(path: Path) -> list[dict[str, Any]]:
+    """What the checkpoints vouch for. One that is damaged vouches for nothing; whoever needs its model is told."""
+    found = []
+    for file in sorted((path / "checkpoints").glob("round-[0-9]*/manifest.json")):
+        with suppress(OSError, ValueError, RecursionError, KeyError, TypeError):
+            manifest = json.loads(_content(file))
+            if len(manifest["metrics"]["sha256"]) == 64 and manifest["metrics"]["bytes"] >= 0:
+                found.append(manifest)
+    return found
+
+
+def _check_experiment(path: Path, experiment: dict[str, Any], witnesses: Sequence[dict[str, Any]]) -> None:
+    """Raise StorageError where the description is not that of the run: of its summary or checkpoints where there are,
+    which may be of before it was extended; other spellings of the same values are no matter."""
+    digest, name = hash_of(experiment), "experiment.toml"
+    if any(witness["experiment"] == digest for witness in witnesses):
+        return
+    _whole(path / name)
+    if witnesses and name not in checksums.read(path):
+        before = [{**experiment, "rounds": witness.get("rounds", experiment["rounds"])} for witness in witnesses]
+        if not any(w["experiment"] == hash_of(values) for w, values in zip(witnesses, before, strict=True)):
+            raise StorageError(f"'{path / name}' has been edited or is damaged: it is not that of the run's result")
+
+
+def _check_lines(
+    path: Path, lines: bytes, metrics: Sequence[dict[str, Any]], manifests: Sequence[dict[str, Any]]
+) -> None:
+    """Raise StorageError unless there is one line for every round, and those of before a checkpoint are its own."""
+    if [record["round"] for record in metrics] != list(range(1, len(metrics) + 1)):
+        raise StorageError(f"'{path / 'metrics.jsonl'}' is damaged: it does not tell of every round once")
+    for manifest in manifests:
+        size, digest = manifest["metrics"]["bytes"], manifest["metrics"]["sha256"]
+        if len(lines) < size or checksums.digest_of(lines[:size]) != digest:
+            raise StorageError(
+                f"'{path / 'metrics.jsonl'}' is damaged: it does not begin as the checkpoint of round "
+                f"{manifest['round']} says"
+            )
+
+
+def _check_summary(
+    path: Path, summary: dict[str, Any], metrics: Sequence[dict[str, Any]], environment: dict[str, Any] | None
+) -> None:
+    """Raise StorageError where a result is not that of the lines, or of another split."""
+    evaluated = [record for record in metrics if "test" in record][-len(summary["averaged_rounds"]) :]
+    means = {f: _mean([record["test"][f] for record in evaluated]) for f in FIGURES}
+    if (
+        len(metrics) != summary["rounds"]
+        or [record["round"] for record in evaluated] != summary["averaged_rounds"]
+        or any(not _same(means[figure], summary["mean_of_last"][figure]) for figure in FIGURES)
+    ):
+        raise StorageError(f"'{path}' is damaged: summary.json is not the result of metrics.jsonl")
+    if environment is None or environment["split"] != summary["split"]:
+        raise StorageError(f"'{path}' is damaged: environment.json is not of the split of summary.json")
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return mean_std(known)[0] if known else None
+
+
+def _same(one: float | None, other: float | None) -> bool:
+    return one == other or (one is not None and other is not None and math.isclose(one, other, rel_tol=1e-9))
 
 
 def _json(data: bytes | None) -> Any:

@@ -19,6 +19,7 @@ from redgrape.aggregation import Averaging
 from redgrape.data.examples import Pixels
 from redgrape.data.federation import Federation
 from redgrape.data.prepare import prepare
+from redgrape.disclosure import told_by
 from redgrape.engines import ClientHalf, Engine
 from redgrape.errors import ConfigError, DataError, StorageError
 from redgrape.experiment import Experiment
@@ -30,6 +31,7 @@ from redgrape.tree import Tensors, Tree
 
 LAST = 10  # a run's result is the mean over this many last evaluations, as in the paper
 DECIDING = ("redgrape", "torch", "numpy", "platform", "machine", "cpu", "device", "stack")  # what could change bits
+REMEDY = "put back what was, name another folder with --out, or run it again with --overwrite"
 FIGURES = ("accuracy", "balanced", "head", "middle", "tail")
 
 
@@ -52,9 +54,12 @@ class Run:
         allow_changes: bool = False,
         deadline: float | None = None,
         stack: int = 1,
+        rounds: int | None = None,
     ) -> None:
+        """`rounds`: let the run go on to this many."""
         self.folder = folder
-        self.experiment = folder.experiment()
+        self.experiment = folder.experiment() if rounds is None else folder.experiment().with_rounds(rounds)
+        self._is_extended = rounds is not None
         self.ledger = PrivacyLedger(folder.path)
         self.workers, self.device, self.data_root, self.allow_changes = workers, device, data_root, allow_changes
         self.deadline, self.stack = deadline, stack
@@ -63,22 +68,26 @@ class Run:
     def steps(self) -> Iterator[Step]:
         """The rounds that are still to be done, each committed before it is yielded."""
         with self.folder.locked():
-            self.folder.sweep()
-            self.folder.check_experiment()
-            before = self._environment_before()
+            self.folder.check_experiment(may_differ=["rounds"] if self._is_extended else [])
+            state, wrong = self.folder.latest()
+            before = self._environment_before(state)
             self._check_files(before)
             if not self.folder.has_whole_times():
                 self.notes.append("times.jsonl is damaged, which changes no result")
-            state, wrong = self.folder.latest()
             self.notes += [f"{reason}; going on from round {state.round if state else 0}" for reason in wrong]
-            self.folder.cut_after(state.round if state else 0)
             confusion = self._known_confusion(state) if before is not None else None
-            if confusion is None:
-                federation = self._federation(before, state)
+            if confusion is not None:
+                self._put_in_order(state)
+            else:
+                federation = self._prepare()
+                environment = self._checked_environment(federation, before, state)
                 with self._training(federation, state) as training:
                     if state is not None:
                         check_model(state, training.build().state_dict(), self.folder)
                     model = self.experiment.first_model(federation) if state is None else None
+                    self._put_in_order(state)
+                    if environment is not None:
+                        self.folder.write_environment(environment, federation if self.knows_partition else None)
                     states = self.folder.states(federation.num_clients)
                     if self.stack > 1:
                         self.notes.append(
@@ -99,6 +108,14 @@ class Run:
                     confusion = training.engine.evaluate(state.server["model"], "test").confusion.tolist()
             assert state is not None
             self.folder.write_summary(summarize(self.folder, self.experiment, state, confusion))
+
+    def _put_in_order(self, state: RunState | None) -> None:
+        """Make the folder one that can be gone on with. What would be refused has been by now: nothing is written, and
+        nothing removed, before."""
+        self.folder.sweep()
+        if self._is_extended:
+            self.folder.write_experiment(self.experiment)
+        self.folder.cut_after(state.round if state else 0)
 
     def _note_lost(self, record: Mapping[str, Any]) -> None:
         """Once for each client; metrics.jsonl names every round."""
@@ -127,7 +144,7 @@ class Run:
     def _check_files(self, before: Mapping[str, Any] | None) -> None:
         """Raise ConfigError where the method's own file is not what it was when the run began."""
         known = (before or {}).get("files", {})
-        for name, digest in file_digests(self.experiment).items():
+        for name, digest in _digests(self.experiment.method.name).items():
             if known.get(name, digest) != digest:
                 raise ConfigError(
                     f"'{name}' has changed since '{self.folder.path}' began; start a new run with --out, or put "
@@ -139,7 +156,7 @@ class Run:
         method, num_classes = training.method, training.federation.num_classes
         if isinstance(method, Averaging) and (mechanisms := method.mechanisms(num_classes)):
             clients = [k for k in state.record["answered"] if k not in state.record.get("left_out", [])]
-            spent = self.ledger.spend(state.round, clients, _digest(state), mechanisms, method.dp_delta)
+            spent = self.ledger.spend(state.round, clients, digest_of_state(state), mechanisms, method.dp_delta)
             return {"epsilon": spent}
         return {}
 
@@ -178,18 +195,28 @@ class Run:
     def _environment(self, federation: Federation, before: Mapping[str, Any] | None) -> dict[str, Any]:
         """On what it runs, and what a reader must know of the data."""
         here = machine(self.device) | about(federation)
-        return here | {"files": file_digests(self.experiment), "stack": self.stack}
+        files = file_digests(self.experiment) if before is None else before.get("files", {})
+        return here | {"files": files, "stack": self.stack}
 
     def _has_partition(self) -> bool:
         return not self.knows_partition or self.folder.has_partition()
 
-    def _federation(self, before: Mapping[str, Any] | None, state: RunState | None) -> Federation:
-        federation = self._prepare()
+    def _checked_environment(
+        self, federation: Federation, before: Mapping[str, Any] | None, state: RunState | None
+    ) -> dict[str, Any] | None:
+        """The environment to be written, None where the old one stands; raises where the run cannot go on here."""
         here = self._environment(federation, before)
-        split = federation if self.knows_partition else None
+        here["told"] = told_by(self.experiment.method.create(), federation.num_classes)
+        history = list((before or {}).get("changes", []))
         if before is None:
-            self.folder.write_environment(here, split)
-            return federation
+            if state is None:
+                return here
+            if self.knows_partition and self.folder.has_partition() and not self.folder.is_partition(federation):
+                raise DataError(
+                    f"the data of '{self.folder.path}' has changed since it began: the split is not that of "
+                    "partition.safetensors; put the old data back or start a new run"
+                )
+            return here | {"changes": [{"after_round": state.round, "environment.json": ["lost", "written anew"]}]}
         for name in ("split", "data"):
             if before.get(name, here[name]) != here[name]:
                 raise DataError(
@@ -197,7 +224,6 @@ class Run:
                     f"{before[name][:12]} and is {here[name][:12]}; put the old data back or start a new run"
                 )
         changed = [name for name in DECIDING if before.get(name, here[name]) != here[name]]
-        history = before.get("changes", [])
         if changed and state is not None:  # before the first checkpoint nothing depends on it
             words = ", ".join(f"{name} {before[name]} and is {name} {here[name]} now" for name in changed)
             if not self.allow_changes:
@@ -206,16 +232,16 @@ class Run:
                     "accept that with --allow-changes"
                 )
             self.notes.append(f"the run began with {words}: bits may differ")
-            history = [*history, {"after_round": state.round, **{name: [before[name], here[name]] for name in changed}}]
+            history += [{"after_round": state.round, **{name: [before[name], here[name]] for name in changed}}]
         if not self._has_partition():
             self.notes.append("partition.safetensors was damaged or missing and is written anew")
-        if changed or not self._has_partition():
-            self.folder.write_environment(here | ({"changes": history} if history else {}), split)
-        return federation
+        elif not changed:
+            return None
+        return here | ({"changes": history} if history else {})
 
-    def _environment_before(self) -> dict[str, Any] | None:
+    def _environment_before(self, state: RunState | None) -> dict[str, Any] | None:
         """What the run began on; None at its beginning."""
-        if not (self.folder.path / "environment.json").exists():
+        if state is None and not (self.folder.path / "environment.json").exists():
             return None
         try:
             return self.folder.environment()
@@ -233,17 +259,10 @@ class Run:
         try:
             summary = self.folder.summary() or {}
             confusion: list[list[int]] | None = summary.get("confusion")
-            return confusion if summary.get("state") == _digest(state) else None
+            return confusion if summary.get("state") == digest_of_state(state) else None
         except (StorageError, AttributeError):
             self.notes.append("summary.json is damaged and is written anew")
             return None
-
-    def extend(self, rounds: int) -> None:
-        """Let the run go on to this many rounds."""
-        with self.folder.locked():
-            self.folder.check_experiment(may_differ=["rounds"])
-            self.experiment = self.experiment.with_rounds(rounds)
-            self.folder.write_experiment(self.experiment)
 
 
 def check_model(state: RunState, model: Tensors, folder: RunFolder) -> None:
@@ -257,9 +276,51 @@ def check_model(state: RunState, model: Tensors, folder: RunFolder) -> None:
 
 
 def file_digests(experiment: Experiment) -> dict[str, str]:
-    """SHA-256 of the file of one's own method, which is code and so no part of the description."""
-    path = Path(experiment.method.name)
-    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest()} if path.suffix == ".py" else {}
+    """SHA-256 of the file of one's own method, and of that with the first weights: the description has their names."""
+    return _digests(experiment.method.name, experiment.net.weights)
+
+
+def _digests(method: str, weights: str | None = None) -> dict[str, str]:
+    paths = [Path(name) for name in (method if method.endswith(".py") else None, weights) if name is not None]
+    try:
+        return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in paths}
+    except OSError as error:
+        raise DataError(f"cannot read '{error.filename}': {error.strerror}") from error
+
+
+class Present:
+    """What a run would record of data, files and machine if it began now. Data is read once for each split."""
+
+    def __init__(self, device: str, stack: int, data_root: Path | None, *, allow_changes: bool = False) -> None:
+        self._machine = machine(device) | {"stack": stack}
+        self._data_root, self._allow_changes = data_root, allow_changes
+        self._splits: dict[str, dict[str, str]] = {}
+
+    def changes(self, experiment: Experiment, environment: Mapping[str, Any], *, is_record: bool = False) -> list[str]:
+        """`the split was 0a1b and is 2c3d`, for all that a run of this experiment has otherwise than one of now would
+        have. Of a record the machine is not asked: its figures are published, and a table tells where it was made."""
+        now = {**self._split(experiment), "files": file_digests(experiment)}
+        if not is_record and not self._allow_changes:
+            now |= {name: self._machine[name] for name in DECIDING}
+        return [
+            f"the {name} was {_short(environment[name])} and is {_short(value)}"
+            for name, value in now.items()
+            if environment.get(name, value) != value
+        ]
+
+    def _split(self, experiment: Experiment) -> dict[str, str]:
+        key = f"{experiment.seed} {experiment.data.model_dump_json()}"
+        if key not in self._splits:
+            federation = prepare(experiment.data, experiment.seed, self._data_root)
+            self._splits[key] = {"split": federation.fingerprint(), "data": contents(federation)}
+        return self._splits[key]
+
+
+def _short(value: Any) -> str:
+    """As much of it as tells it apart."""
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name} {_short(digest)}" for name, digest in value.items()) or "none"
+    return str(value)[:12]
 
 
 def machine(device: str) -> dict[str, Any]:
@@ -330,7 +391,7 @@ def summarize(folder: RunFolder, experiment: Experiment, state: RunState, confus
         "seed": experiment.seed,
         "rounds": experiment.rounds,
         "split": folder.environment()["split"],
-        "state": _digest(state),
+        "state": digest_of_state(state),
         "averaged_rounds": [record["round"] for record in evaluated],
         "mean_of_last": _means(tests),
         "validation": _means([record["validation"] for record in evaluated if "validation" in record]) or None,
@@ -353,7 +414,7 @@ def classifier_norms(server: Tree) -> dict[str, list[float]]:
         return {name: w.double().norm(dim=1).tolist() for name, w in classifiers.items()}
 
 
-def _digest(state: RunState) -> str:
+def digest_of_state(state: RunState) -> str:
     return hashlib.sha256(tree.to_bytes(state.server)).hexdigest()
 
 

@@ -68,17 +68,26 @@ class RunFolder:
             made = [folder for folder in (path, *path.parents) if not folder.exists()]
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
         folder = cls(path, made)
-        folder.write_experiment(experiment)
+        try:
+            folder.write_experiment(experiment)
+        except StorageError:
+            folder.discard()
+            raise
         return folder
 
     def discard(self) -> None:
         """Take back what `create` made, as long as no round is finished. A run of before stays as it is."""
         if self._made is not None and not (self.path / "metrics.jsonl").exists():
             for path in self.path.iterdir():
-                path.unlink()
+                durable.remove(path)
             for folder in self._made:
                 with suppress(OSError):  # others may have put something there
                     folder.rmdir()
+
+    def remove(self) -> None:
+        """The whole run, unless somebody works on it."""
+        with self.locked():
+            durable.remove(self.path)
 
     @classmethod
     def open(cls, path: Path) -> RunFolder:
@@ -138,6 +147,8 @@ class RunFolder:
         return f"; '{copies[-1]}' is what it was" if copies else ""
 
     def environment(self) -> dict[str, Any]:
+        if not (self.path / "environment.json").exists():
+            raise StorageError(f"'{self.path / 'environment.json'}' is missing")
         if not checksums.is_whole(self.path, "environment.json"):
             raise StorageError(f"'{self.path / 'environment.json'}' is damaged: its SHA-256 is not what it was")
         environment: dict[str, Any] = _read_json(self.path / "environment.json")
@@ -158,19 +169,13 @@ class RunFolder:
         those held out for validation, and for the test where they come from the same file (empty where there are none).
         None: who holds what is not known here.
         """
-        if federation is None:
-            checksums.write(self.path, {"environment.json": _json(environment)})
-            return
-        rows = torch.from_numpy(np.concatenate(federation.parts))
-        arrays = {
-            "rows": rows if federation.train.rows is None else federation.train.rows[rows],
-            "ends": torch.from_numpy(np.cumsum([len(part) for part in federation.parts])),
-            "validation": _rows_of(federation.validation),
-            "auxiliary": _rows_of(federation.auxiliary),
-            "test": _rows_of(federation.test),
-        }
-        files = {"partition.safetensors": tree.to_bytes(arrays), "environment.json": _json(environment)}
-        checksums.write(self.path, files)
+        split = {} if federation is None else {"partition.safetensors": _partition(federation)}
+        checksums.write(self.path, {**split, "environment.json": _json(environment)})
+
+    def is_partition(self, federation: Federation) -> bool:
+        """Whether the file that tells who holds what tells of this federation."""
+        with durable.storage_errors("read", self.path):
+            return (self.path / "partition.safetensors").read_bytes() == _partition(federation)
 
     def states(self, num_clients: int) -> StateFiles:
         """Where the states of a new run's clients are kept."""
@@ -194,16 +199,18 @@ class RunFolder:
         return _read_lines(self.path / "times.jsonl")
 
     def cut_after(self, round: int) -> None:
-        """Drop what came after the newest good checkpoint: damaged ones, lines, and a line that a crash cut short."""
+        """Drop what came after the newest good checkpoint: damaged ones, and all lines beyond those it vouches for."""
         for newer in [path for path in self._checkpoints() if _round_of(path) > round]:
             durable.remove(newer)
         self._remove_old()  # a kill between a save and this would leave them, where it was the last
+        size = self._manifest(self._checkpoint(round))["metrics"]["bytes"] if round else 0
         self._lines, self._line_bytes = hashlib.sha256(), 0
         for name in LINES:
             path = self.path / name
             if path.exists():
-                kept = b"".join(line + b"\n" for line in _whole_lines(path) if _is_up_to(line, round))
-                if kept != path.read_bytes():
+                data = path.read_bytes()
+                kept = data[:size] if name == "metrics.jsonl" else _times_up_to(round, data)
+                if kept != data:
                     checksums.remove(self.path, LINES)
                     durable.replace_file(path, kept)
                 if name == "metrics.jsonl":
@@ -385,6 +392,18 @@ def _is_leftover(path: Path) -> bool:
     return (path.name.startswith(".") and path.name.endswith(".tmp")) or path.name == checksums.NAME
 
 
+def _partition(federation: Federation) -> bytes:
+    rows = torch.from_numpy(np.concatenate(federation.parts))
+    arrays = {
+        "rows": rows if federation.train.rows is None else federation.train.rows[rows],
+        "ends": torch.from_numpy(np.cumsum([len(part) for part in federation.parts])),
+        "validation": _rows_of(federation.validation),
+        "auxiliary": _rows_of(federation.auxiliary),
+        "test": _rows_of(federation.test),
+    }
+    return tree.to_bytes(arrays)
+
+
 def _rows_of(examples: Examples | None) -> torch.Tensor:
     return torch.zeros(0, dtype=torch.int64) if examples is None or examples.rows is None else examples.rows
 
@@ -417,12 +436,15 @@ def _whole_lines(path: Path) -> list[bytes]:
         return path.read_bytes().split(b"\n")[:-1]  # what follows the last line break is a line cut short
 
 
-def _is_up_to(line: bytes, round: int) -> bool:
-    """Whether it is the line of this round or of one before; a damaged one is not."""
-    try:
-        return bool(json.loads(line)["round"] <= round)
-    except (ValueError, TypeError, KeyError, RecursionError):
-        return False
+def _times_up_to(round: int, data: bytes) -> bytes:
+    """The lines of these first rounds, one for each; damaged ones are left out."""
+    kept: dict[int, bytes] = {}
+    for line in data.split(b"\n")[:-1]:
+        with suppress(ValueError, TypeError, KeyError, RecursionError):
+            number = json.loads(line)["round"]
+            if number <= round:
+                kept[number] = line + b"\n"
+    return b"".join(kept.values())
 
 
 def _read_lines(path: Path) -> list[dict[str, Any]]:

@@ -19,7 +19,9 @@ def show(options: argparse.Namespace) -> None:
     from redgrape.data.prepare import prepare
     from redgrape.experiment import Experiment
 
-    experiment = Experiment.parse(described(options))
+    values = described(options)
+    values.pop("method", None)  # it decides nothing here, and may be a file of code
+    experiment = Experiment.parse(values)
     federation = prepare(experiment.data, experiment.seed, options.data_root)
     if options.json:
         figures = {

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from redgrape.errors import BusyError, ConfigError, RedgrapeError
+from redgrape.errors import BusyError, ConfigError, DataError, RedgrapeError
 from redgrape.flower.processes import require_flower
 from redgrape.terminal import cell, printable
 
@@ -142,7 +142,6 @@ def run(options: argparse.Namespace) -> None:
     require_flower()
     from redgrape import report
     from redgrape.commands.training import finish, print_plan, run_name
-    from redgrape.experiment import Experiment
     from redgrape.flower import submission
     from redgrape.flower.create import deployed
     from redgrape.flower.folder import Deployment
@@ -154,14 +153,12 @@ def run(options: argparse.Namespace) -> None:
     deployment = Deployment(options.folder)
     if options.simulate is not None:
         SimulatedDeployment(options.folder, options.simulate)  # looks whether it can be
-    experiment = Experiment.parse(_values(options, deployment.path / "experiment.toml"))
+    experiment = submission.described(_values(options, deployment.path / "experiment.toml"))
     submission.check(experiment, deployment.options)
     if warning := submission.lone_answers(experiment, deployment.options):
         _say(f"warning: {warning}")
     experiment = deployed(experiment, deployment.options)
     path = deployment.path / "runs" / (options.name or run_name(experiment))
-    if path.name != (options.name or path.name):
-        raise ConfigError(f"--name is '{options.name}'; it names a folder below runs/, without a path")
     if options.dry_run:
         print_plan(path, experiment, options)
         return
@@ -181,8 +178,12 @@ def run(options: argparse.Namespace) -> None:
         this = submission.Submission(
             where, link, folder, allow_changes=options.allow_changes, simulation=options.simulate is not None
         )
-        with progress:
-            this.carry_out(progress.step, _say)
+        try:
+            with progress:
+                this.carry_out(progress.step, _say)
+        except (ConfigError, DataError):
+            folder.discard()  # what cannot be run leaves nothing behind
+            raise
     finish(folder, options)
 
 

@@ -7,6 +7,7 @@ import json
 import sys
 from typing import Any
 
+import tomli_w
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -27,8 +28,11 @@ def ls(options: argparse.Namespace) -> None:
             runs.append(report.RunView.read(path))
         except StorageError as error:  # one damaged run must not hide the others
             print(f"note: {printable(error)}", file=sys.stderr)
+    other = report.other_data(runs)
+    for path, why in other.items():
+        print(f"note: '{printable(path)}' cannot be compared: {printable(why)}", file=sys.stderr)
     if options.json:
-        print(json.dumps([run.row() for run in runs]))
+        print(json.dumps([run.row() | ({"other_data": other[p]} if (p := run.path) in other else {}) for run in runs]))
         return
     table = Table()
     for title in ("run", "method", "data", "seed", "rounds", "overall %", "tail %"):
@@ -63,7 +67,7 @@ def show(options: argparse.Namespace) -> None:
         print(json.dumps({**run.row(), "experiment": report.plain(run.experiment), "summary": run.summary}))
         return
     console = Console()
-    console.print(Text(lines((options.run / "experiment.toml").read_text(encoding="utf-8").strip())))
+    console.print(Text(lines(tomli_w.dumps(run.experiment).strip())))
     console.print(f"\nrounds done: {run.rounds_done} of {run.experiment['rounds']}", highlight=False)
     if run.environment is not None:
         console.print(cell(f"split: {run.environment['split']}"))

@@ -19,8 +19,9 @@ def export(options: argparse.Namespace) -> None:
     from redgrape.export import export as write
 
     folder = write(options.run, options.out, options.format)
-    told = f"model folder: {printable(folder)} (read its README.md)"
-    print(json.dumps({"model": str(folder)}) if options.json else told)
+    round = json.loads((folder / "model.json").read_bytes())["run"]["round"]
+    told = f"model folder: {printable(folder)}, of round {round} (read its README.md)"
+    print(json.dumps({"model": str(folder), "round": round}) if options.json else told)
 
 
 def evaluate(options: argparse.Namespace) -> None:

@@ -7,13 +7,13 @@ import json
 import textwrap
 
 from redgrape.disclosure import disclosed, in_words
-from redgrape.store import RunFolder
+from redgrape.report import RunView
 from redgrape.terminal import printable
 
 
 def privacy(options: argparse.Namespace) -> None:
     """What each party could learn in a run."""
-    facts = disclosed(RunFolder.open(options.run))
+    facts = disclosed(RunView.read(options.run))
     if options.json:
         print(json.dumps(facts))
         return

@@ -16,6 +16,7 @@ from redgrape.commands.training import carry_out, cores, described
 from redgrape.errors import BusyError, ConfigError, DataError, Diverged, RedgrapeError, StorageError, TooFewClients
 from redgrape.experiment import Experiment
 from redgrape.report import RunView, mean_std
+from redgrape.runs import Present
 from redgrape.store import RunFolder
 from redgrape.suites import cost, curves, description, grid, ledger, search, side_by_side, tables
 from redgrape.suites.description import Cell, Label, Suite, text
@@ -31,7 +32,12 @@ def reproduce(options: argparse.Namespace) -> None:
         return
     suite = description.load(options.name)
     cells = suite.cells(options.scale, options.seeds, options.only)
-    standings = ledger.standings(cells, options.out, options.results, options.data_root)
+    page = None
+    if options.into is not None:
+        with durable.storage_errors("read", options.into):
+            page = durable.ordinary(options.into).read_text(encoding="utf-8")
+        tables.marks(suite.name, options.scale, page)
+    standings = _standings(cells, options, None if options.no_run else _present(options))
     if options.plan or options.dry_run:
         _print_plan(standings, options)
         return
@@ -40,7 +46,7 @@ def reproduce(options: argparse.Namespace) -> None:
     failures: list[RedgrapeError] = []
     if options.no_run:
         # whether it could be run is not asked
-        standings = [s if s.is_damaged else replace(s, obstacle="") for s in standings]
+        standings = [s if s.is_refused else replace(s, obstacle="") for s in standings]
     else:
         standings, failures = _run(standings, home, options)
     if options.record:
@@ -57,9 +63,7 @@ def reproduce(options: argparse.Namespace) -> None:
         command=shlex.join(words),
     )
     _publish(table, folder, options)
-    if options.into is not None:
-        with durable.storage_errors("read", options.into):
-            page = durable.ordinary(options.into).read_text(encoding="utf-8")
+    if page is not None:
         durable.replace_file(options.into, tables.insert(table, page).encode())
     _raise_first(failures)
 
@@ -71,7 +75,7 @@ def sweep(options: argparse.Namespace) -> None:
         _search(values, seeds, options)
         return
     suite = grid.suite(options.name, values, options.grid, seeds, options.reference)
-    standings = ledger.standings(suite.cells("sweep"), options.out, options.results, options.data_root)
+    standings = _standings(suite.cells("sweep"), options, _present(options))
     if options.on == "validation":
         _require_validation(standings)
     if options.plan or options.dry_run:
@@ -113,7 +117,7 @@ def _search(values: dict[str, object], seeds: Sequence[int], options: argparse.N
         _require_validation([Standing(cell) for cell in cells])
         told = ", ".join(f"{key} {text(value)}" for key, value in proposal.items())
         print(f"trial {next(trials)} of {options.search}: {told}", file=sys.stderr)
-        before = ledger.standings(cells, options.out, options.results, options.data_root)
+        before = _standings(cells, options, _present(options))
         standings, failures = _run(before, options.out / options.name, options)
         for failure in failures:
             if not isinstance(failure, Diverged):
@@ -164,6 +168,16 @@ def _require_validation(standings: Sequence[Standing]) -> None:
         )
 
 
+def _present(options: argparse.Namespace) -> Present:
+    return Present(options.device, options.stack, options.data_root, allow_changes=options.allow_changes)
+
+
+def _standings(cells: Sequence[Cell], options: argparse.Namespace, present: Present | None) -> list[Standing]:
+    """How far the cells are; with --overwrite, a run that cannot be taken is no obstacle."""
+    found = ledger.standings(cells, options.out, options.results, options.data_root, present)
+    return [replace(s, obstacle="") if options.overwrite and s.is_refused else s for s in found]
+
+
 def _run(
     standings: Sequence[Standing], home: Path, options: argparse.Namespace
 ) -> tuple[list[Standing], list[RedgrapeError]]:
@@ -185,21 +199,23 @@ def _run_in_turn(
     """A cell after the other; one that cannot be run does not stop the others."""
     failures: list[RedgrapeError] = []
     after = list(standings)
+    present = _present(options)
     for i, standing in enumerate(standings):
         name = standing.cell.name
         current = next((s for s in after[:i] if s.cell.identity == standing.cell.identity and s.finished), None)
         if current is not None:
             after[i] = replace(current, cell=standing.cell)
-        elif not standing.finished and (not standing.obstacle or standing.is_damaged):
+        elif not standing.finished and (not standing.obstacle or standing.is_refused):
             try:
-                after[i], folder = _begin(standing.cell, home, options)
+                after[i], folder = _begin(standing.cell, home, options, present)
                 if folder is not None:
                     if told:
                         _tell(i, after, options, at_once)
                     carry_out(folder, options, label=name)
                     after[i] = replace(after[i], view=RunView.read(folder.path))
-                elif after[i].is_damaged:
-                    failures.append(StorageError(f"{name}: {after[i].obstacle}"))
+                elif after[i].is_refused:
+                    kind = StorageError if after[i].obstacle.startswith(ledger.DAMAGED) else ConfigError
+                    failures.append(kind(f"{name}: {after[i].obstacle}"))
             except BusyError:
                 after[i] = replace(standing, obstacle=BUSY)
                 if told:
@@ -208,18 +224,22 @@ def _run_in_turn(
                 after[i] = replace(standing, obstacle=str(error))
                 failures.append(type(error)(f"{name}: {error}"))
     busy = [s.cell for s in after if s.obstacle == BUSY]
-    since = {s.cell.name: s for s in ledger.standings(busy, options.out, options.results) if s.finished}
+    since = {s.cell.name: s for s in _standings(busy, options, present) if s.finished}
     return [since.get(s.cell.name, s) for s in after], failures
 
 
-def _begin(cell: Cell, home: Path, options: argparse.Namespace) -> tuple[Standing, RunFolder | None]:
+def _begin(cell: Cell, home: Path, options: argparse.Namespace, present: Present) -> tuple[Standing, RunFolder | None]:
     """How far the cell is by now, for another process may have come to it, and its run where it can be gone on with,
     wherever it lies."""
     with ledger.choosing(options.out):
-        (now,) = ledger.standings([cell], options.out, options.results, options.data_root)
+        (now,) = _standings([cell], options, present)
         if now.finished or now.obstacle:
             return now, None
-        path = now.view.path if now.view is not None else home / cell.folder
+        if now.view is not None:
+            return now, RunFolder.open(now.view.path)
+        path = home / cell.folder
+        if options.overwrite and (path / "experiment.toml").is_file():
+            RunFolder.open(path).remove()
         is_new = not (path / "experiment.toml").is_file()
         return now, RunFolder.create(path, cell.experiment) if is_new else RunFolder.open(path)
 

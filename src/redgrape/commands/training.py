@@ -7,16 +7,17 @@ import json
 import os
 import re
 import sys
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from redgrape import durable, report
 from redgrape.disclosure import disclosed, leak_in_one_line
-from redgrape.errors import ConfigError, DataError, enough_memory
+from redgrape.errors import ConfigError, DataError, StorageError, enough_memory
 from redgrape.experiment import Experiment, override, put, read_toml
 from redgrape.progress import Progress
-from redgrape.runs import Run
+from redgrape.runs import REMEDY, Present, Run
 from redgrape.store import RunFolder
 from redgrape.terminal import lines, printable
 
@@ -45,12 +46,10 @@ def resume(options: argparse.Namespace) -> None:
         if options.rounds > experiment.rounds:
             _warn_of_schedules(experiment)
         experiment = experiment.with_rounds(options.rounds)
-        if not options.dry_run:
-            Run(folder, workers=1).extend(options.rounds)
     if options.dry_run:
         print_plan(folder.path, experiment, options)
         return
-    if carry_out(folder, options, label=report.run_label(experiment.method.resolved())):
+    if carry_out(folder, options, report.run_label(experiment.method.resolved()), options.rounds):
         tell_leak(folder, options)
     finish(folder, options)
 
@@ -66,7 +65,6 @@ def compare(options: argparse.Namespace) -> None:
             path = options.out / f"{_file_name(spec)}-seed{experiment.seed}"
             if any(path == other for *_, other in cells):
                 raise ConfigError(f"'{spec}' would run twice in '{path}'; name every method once")
-            _check_same(path, experiment)
             cells.append((spec, experiment, path))
     if options.dry_run:
         for spec, experiment, path in cells:
@@ -76,6 +74,7 @@ def compare(options: argparse.Namespace) -> None:
                 plan = f"{path}  {spec}  seed {experiment.seed}  {experiment.rounds} rounds  {experiment.hash()[:12]}"
                 print(printable(plan))
         return
+    _check_taken([(experiment, path) for _, experiment, path in cells], options)
     finished = []
     for spec, experiment, path in cells:
         is_new = not (path / "experiment.toml").is_file()
@@ -84,6 +83,8 @@ def compare(options: argparse.Namespace) -> None:
         if carry_out(folder, options, label=label):
             tell_leak(folder, options)
         finished.append((spec, report.RunView.read(path)))
+    for path, why in report.other_data([view for _, view in finished]).items():
+        raise StorageError(f"'{path}' cannot be compared: {why}; {REMEDY}")
     results = report.collect(finished, options.on)
     picture = options.out / "per_class.png"
     text = f"{report.markdown(results)}\n\n{report.caption(results)}\n"
@@ -130,10 +131,28 @@ def _file_name(text: str) -> str:
     return re.sub(r"[^A-Za-z0-9_.-]+", "-", Path(text).name if text.endswith(".py") else text).strip("-.")[:100]
 
 
-def _check_same(path: Path, experiment: Experiment) -> None:
-    """Raise ConfigError where another experiment than this one was begun."""
-    if (path / "experiment.toml").is_file() and RunFolder(path).experiment().hash() != experiment.hash():
-        raise ConfigError(f"'{path}' holds another experiment; name another folder with --out")
+def _check_taken(cells: Sequence[tuple[Experiment, Path]], options: argparse.Namespace) -> None:
+    """Raise ConfigError where a run of before is of another experiment than asked for, of other data or files, or of
+    another machine; with --overwrite, remove all such runs. Every run is looked at before the first is removed."""
+    present = Present(options.device, options.stack, options.data_root, allow_changes=options.allow_changes)
+    begun = [(experiment, path) for experiment, path in cells if (path / "experiment.toml").is_file()]
+    wrong = {path: reason for e, path in begun if (reason := _why_not_taken(RunFolder.open(path), e, present))}
+    for path, reason in wrong.items():
+        if not options.overwrite:
+            raise ConfigError(f"'{path}' {reason}; {REMEDY}")
+    for path in wrong:
+        RunFolder.open(path).remove()
+
+
+def _why_not_taken(folder: RunFolder, experiment: Experiment, present: Present) -> str:
+    method = read_toml(folder.path / "experiment.toml").get("method")
+    name = method.get("name") if isinstance(method, dict) else None
+    if name != experiment.method.name or folder.experiment().hash() != experiment.hash():  # a stranger's is not loaded
+        return "holds another experiment"
+    if not (folder.path / "environment.json").exists():
+        return ""  # it has not begun, or is refused when it should go on
+    changes = present.changes(experiment, folder.environment())
+    return f"is not what is asked for: {', '.join(changes)}" if changes else ""
 
 
 def print_plan(folder: Path, experiment: Experiment, options: argparse.Namespace) -> None:
@@ -146,8 +165,8 @@ def print_plan(folder: Path, experiment: Experiment, options: argparse.Namespace
         print(lines(experiment.to_toml()), end="")
 
 
-def carry_out(folder: RunFolder, options: argparse.Namespace, label: str) -> bool:
-    """Do what is still to be done of a run; whether that was anything."""
+def carry_out(folder: RunFolder, options: argparse.Namespace, label: str, rounds: int | None = None) -> bool:
+    """Do what is still to be done of a run, to so many rounds where it is to go on; whether that was anything."""
     default = cores() if options.device == "cpu" else 1
     workers = options.workers if options.workers is not None else default
     this = Run(
@@ -158,6 +177,7 @@ def carry_out(folder: RunFolder, options: argparse.Namespace, label: str) -> boo
         allow_changes=options.allow_changes,
         deadline=options.deadline,
         stack=options.stack,
+        rounds=rounds,
     )
     any_round = False
     progress = Progress(label, folder.newest_round(), this.experiment.rounds, as_json=options.json, quiet=options.quiet)
@@ -179,7 +199,7 @@ def carry_out(folder: RunFolder, options: argparse.Namespace, label: str) -> boo
 
 def tell_leak(folder: RunFolder, options: argparse.Namespace) -> None:
     """One line on what a run gave away, where the method has floors against that and they are off."""
-    if not options.quiet and (line := leak_in_one_line(disclosed(folder))) is not None:
+    if not options.quiet and (line := leak_in_one_line(disclosed(report.RunView.read(folder.path)))) is not None:
         print(f"note: {printable(line)}", file=sys.stderr)
 
 

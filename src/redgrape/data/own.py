@@ -33,6 +33,7 @@ IMAGE_FORMATS = ["PNG", "JPEG", "BMP", "GIF", "WEBP", "TIFF"]  # others may call
 IMAGE_SUFFIXES = {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff"}
 TEST_SHARE = 0.2
 LARGEST_SIDE = 4096  # pixels
+SHA256 = 32  # bytes
 LARGE, UNLIKELY = 1 << 30, 200  # bytes, and how many times smaller no honest array of that size gets
 
 
@@ -148,7 +149,8 @@ def images_of_class(class_folder: Path, folder: Path) -> list[Path]:
 
 
 def _decoded(listing: _Listing, root: Path, image_size: int | None) -> NDArray[np.uint8]:
-    """The images as [n, channels, height, width], mapped from a cache file named by the listing it was made from."""
+    """The images as [n, channels, height, width], mapped from a cache file named by the listing it was made from, which
+    ends in the SHA-256 of what comes before."""
     key = hashlib.sha256(f"1 {image_size}\n".encode())
     for path in listing.paths:
         status = path.stat()
@@ -163,10 +165,23 @@ def _decoded(listing: _Listing, root: Path, image_size: int | None) -> NDArray[n
 
 
 def _mapped_npy(path: Path, n: int) -> NDArray[np.uint8]:
+    with path.open("rb") as file:
+        digest = _digest_of(file, path.stat().st_size - SHA256)
+        if file.read() != digest:
+            raise ValueError(f"{path} is damaged")
     images: NDArray[np.uint8] = np.load(path, mmap_mode="r", allow_pickle=False)
     if images.ndim != 4 or len(images) != n or images.dtype != np.uint8:
         raise ValueError(f"{path} does not hold {n} images")
     return images
+
+
+def _digest_of(file: BinaryIO, size: int) -> bytes:
+    """Of the next so many bytes, in blocks: they may be more than memory."""
+    digest = hashlib.sha256()
+    while size > 0 and (block := file.read(min(size, 1 << 20))):
+        digest.update(block)
+        size -= len(block)
+    return digest.digest()
 
 
 def _decode(listing: _Listing, cache: Path, image_size: int | None) -> None:
@@ -201,6 +216,8 @@ def _decode(listing: _Listing, cache: Path, image_size: int | None) -> None:
             for row, path in enumerate(listing.paths):
                 decoded[row] = open_image(path, pixels)
             decoded.flush()
+            file.write(_digest_of(file, partial.stat().st_size))
+            file.flush()
             os.fsync(file.fileno())
         partial.replace(cache)
     finally:

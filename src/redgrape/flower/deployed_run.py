@@ -41,6 +41,7 @@ class DeployedRun(Run):
         self._deployment, self._grid, self._say = deployment, grid, say
         self._authenticated = authenticated
         self._name = ""  # of the run, by which the sites keep their states
+        self._joined: dict[str, Any] = {}  # what the sites have said of themselves, by name
 
     def _prepare(self) -> Federation:
         options = self._deployment.options
@@ -67,6 +68,7 @@ class DeployedRun(Run):
                 "and the deployment has the other now; set it back, or start a new run"
             )
         self._name = str(before["run"]) if before is not None and "run" in before else secrets.token_hex(8)
+        self._joined = dict((before or {}).get("joined", {}))
         return machine(self.device) | {
             "split": federation.fingerprint(),
             "data": _contents(federation.test, federation.auxiliary),
@@ -80,7 +82,7 @@ class DeployedRun(Run):
             "evaluated": "sites" if federation.evaluated_elsewhere else "server",
             "min_count": options.min_count,
             "run": self._name,
-            "joined": dict((before or {}).get("joined", {})),
+            "joined": self._joined,
             "files": {},
             "stack": 1,
         }
@@ -92,7 +94,7 @@ class DeployedRun(Run):
             keys = [certificates.public_identity(self._deployment.site(name) / "key.pub") for name in sites]
 
         def make(half: ClientHalf) -> Engine:
-            joined = self.folder.environment().get("joined", {})
+            joined = dict(self._joined)
             return FlowerEngine(
                 half, self._grid, options, self.experiment, self._name, keys, self._say, joined, self._note_joined
             )

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Literal
 
 from redgrape.errors import BusyError, RedgrapeError
-from redgrape.experiment import Experiment, read_toml
+from redgrape.experiment import read_toml
 from redgrape.flower import certificates, site_data, submission
 from redgrape.flower.create import deployed
 from redgrape.flower.folder import Deployment, SiteFolder
@@ -118,7 +118,7 @@ def _versions() -> Iterator[Finding]:
 
 
 def _experiment(deployment: Deployment) -> str:
-    experiment = Experiment.parse(read_toml(deployment.path / "experiment.toml"))
+    experiment = submission.described(read_toml(deployment.path / "experiment.toml"))
     submission.check(experiment, deployment.options)
     experiment = deployed(experiment, deployment.options)
     return f"{experiment.method.name}, {experiment.rounds} rounds"

@@ -30,13 +30,20 @@ class Died(RedgrapeError):
     """The server's part of a run has ended without a word."""
 
 
-def check(experiment: Experiment, options: DeployOptions) -> None:
-    """Raise ConfigError for what cannot be deployed, or not so."""
-    if experiment.method.name not in methods.names():
+def described(values: Mapping[str, Any]) -> Experiment:
+    """The experiment of these values; a method of one's own is refused before it is loaded, since it is code."""
+    method = values.get("method")
+    name = method.get("name") if isinstance(method, Mapping) else None
+    if isinstance(name, str) and name.endswith(".py"):
         raise ConfigError(
-            f"'{experiment.method.name}' is a method of your own, and sites run no code that comes with an experiment; "
+            f"'{name}' is a method of your own, and sites run no code that comes with an experiment; "
             f"choose from {', '.join(methods.names())}"
         )
+    return Experiment.parse(values)
+
+
+def check(experiment: Experiment, options: DeployOptions) -> None:
+    """Raise ConfigError for what cannot be deployed, or not so."""
     if experiment.data.validation:
         raise ConfigError(
             "data.validation holds examples out at the server, which has none of the sites'; leave it out"

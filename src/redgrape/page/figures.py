@@ -27,7 +27,7 @@ from typing import Any
 import tomli_w
 
 from redgrape.page.reading import Reading
-from redgrape.report import EXTRA_DATA, FIGURES, cell, run_label
+from redgrape.report import EXTRA_DATA, FIGURES, cell, other_data, run_label
 from redgrape.terminal import printable
 
 LAST = 10  # of an unfinished run, the mean of up to this many evaluations so far stands for its result
@@ -227,15 +227,24 @@ def _settings(readings: Mapping[str, Reading], runs: Mapping[str, Any]) -> list[
     names = set().union(*shared.values())
     lacking = any(names - values.keys() for values in shared.values())
     defaults = _defaults() if lacking else {}
+    other = other_data([reading.view for reading in readings.values()])
     for key, values in shared.items():
         whole = {name: values.get(name, defaults.get(name)) for name in names}
+        whole[""] = other.get(readings[key].view.path, "")
         together.setdefault(json.dumps(whole, sort_keys=True, default=str), []).append(key)
     groups = list(together.values())
     firsts = [readings[keys[0]].view.experiment for keys in groups]
-    titles = _told_apart([_title(e) for e in firsts], [{**e, "method": {}, "seed": 0} for e in firsts])
+    why = [other.get(readings[keys[0]].view.path, "") for keys in groups]
+    titles = [_title(e) + (", other data" if reason else "") for e, reason in zip(firsts, why, strict=True)]
+    titles = _told_apart(titles, [{**e, "method": {}, "seed": 0} for e in firsts])
     return [
-        {"title": title, "facts": _facts([readings[key] for key in keys]), "methods": _methods(keys, readings, runs)}
-        for title, keys in zip(titles, groups, strict=True)
+        {
+            "title": title,
+            "facts": _facts([readings[key] for key in keys])
+            + ([["Not to be compared with others", text(reason)]] if reason else []),
+            "methods": _methods(keys, readings, runs),
+        }
+        for title, keys, reason in zip(titles, groups, why, strict=True)
     ]
 
 

@@ -70,9 +70,10 @@ def measure(folder: Path, workers: int) -> list[Measured]:
         try:
             lines = [json.loads(line) for line in (path / "times.jsonl").read_bytes().splitlines()]
             seconds = sum(line["train"] + line["evaluate"] for line in lines)
-            if RunView.read(path).experiment["method"]["name"].endswith(".py"):
+            described = RunView.read(path).experiment
+            if described["method"]["name"].endswith(".py"):
                 continue  # nobody's code is run for an estimate
-            experiment = Experiment.read(path / "experiment.toml")
+            experiment = Experiment.parse(described)
         except (OSError, ValueError, KeyError, TypeError, RedgrapeError):
             continue  # a run without times, or one being written
         rounds = Counter(line.get("workers", workers) for line in lines)  # a run may go on with other workers

@@ -9,9 +9,9 @@ import importlib.util
 import json
 import time
 import tomllib
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +20,12 @@ from redgrape.data.sources import DATASETS, data_root
 from redgrape.errors import RedgrapeError, StorageError
 from redgrape.experiment import Experiment
 from redgrape.report import RunView, find_runs, plain
-from redgrape.runs import file_digests
+from redgrape.runs import REMEDY, Present, file_digests
 from redgrape.store import try_lock
 from redgrape.suites.description import Cell, identity
 
 DAMAGED = "damaged: "
+CHANGED = "not what is asked for: "
 RECORD = ("experiment.toml", "environment.json", "metrics.jsonl", "summary.json")
 
 
@@ -36,10 +37,12 @@ class Standing:
     view: RunView | None = None  # of the finished or begun run
     is_record: bool = False
     obstacle: str = ""  # why it cannot be run, or was not
+    passed_over: str = ""  # a record that is not taken, and why
 
     @property
-    def is_damaged(self) -> bool:
-        return self.obstacle.startswith(DAMAGED)
+    def is_refused(self) -> bool:
+        """Whether there is a run of it that cannot be taken."""
+        return self.obstacle.startswith((DAMAGED, CHANGED))
 
     @property
     def finished(self) -> bool:
@@ -60,46 +63,72 @@ class Standing:
         return self.cell.experiment.rounds - (self.view.rounds_done if self.view is not None else 0)
 
 
-def standings(cells: Sequence[Cell], runs: Path, records: Path, root: Path | None = None) -> list[Standing]:
-    """The cells in their order. Where several runs are of one cell, the one that got furthest counts."""
-    best, damaged = _furthest(cells, [(runs, False), (records, True)])
-    return [_named(cell, best.get(cell.identity), damaged.get(cell.identity, ""), root) for cell in cells]
+def standings(
+    cells: Sequence[Cell], runs: Path, records: Path, root: Path | None = None, present: Present | None = None
+) -> list[Standing]:
+    """The cells in their order. Where several runs are of one cell, the one that got furthest counts. With `present`,
+    none is taken that is of other data or files than there are now; without, that is not asked."""
+    found = _Found(cells, root, present)
+    found.look_into(runs, is_record=False)
+    found.look_into(records, is_record=True)
+    return [found.standing(cell) for cell in cells]
 
 
 def recorded(cells: Sequence[Cell], records: Path) -> set[str]:
     """The identities of those cells that have a record."""
-    return set(_furthest(cells, [(records, True)])[0])
+    found = _Found(cells, None, None)
+    found.look_into(records, is_record=True)
+    return set(found.best)
 
 
-def _furthest(
-    cells: Sequence[Cell], folders: Iterable[tuple[Path, bool]]
-) -> tuple[dict[str, Standing], dict[str, str]]:
-    """By identity: the run that got furthest; and what is wrong with one that cannot be read."""
-    wanted = {cell.identity: cell for cell in cells}
-    methods = {(cell.experiment.method.name, cell.seed) for cell in cells}
-    best: dict[str, Standing] = {}
-    damaged: dict[str, str] = {}
-    for folder, is_record in folders:
+class _Found:
+    """By identity: the run that got furthest, and what is wrong with one that cannot be taken."""
+
+    def __init__(self, cells: Sequence[Cell], root: Path | None, present: Present | None) -> None:
+        self._wanted = {cell.identity: cell for cell in cells}
+        self._methods = {(cell.experiment.method.name, cell.seed) for cell in cells}
+        self._root, self._present = root, present
+        self.best: dict[str, Standing] = {}
+        self._refused: dict[str, str] = {}
+        self._passed_over: dict[str, str] = {}
+
+    def look_into(self, folder: Path, *, is_record: bool) -> None:
         for path in find_runs(folder):
-            found = _identity_of(path, methods)
-            if found is None or found not in wanted:
+            found = _identity_of(path, self._methods)
+            if found is None or found not in self._wanted:
                 continue
             try:
-                standing = Standing(wanted[found], RunView.read(path), is_record)
+                standing = Standing(self._wanted[found], RunView.read(path), is_record)
             except StorageError as error:
-                damaged.setdefault(found, f"{DAMAGED}{error}")
+                self._refused.setdefault(found, f"{DAMAGED}{error}")
                 continue
-            if standing.finished or not is_record:
-                best[found] = min(best.get(found, standing), standing, key=lambda s: s.rounds_left)
-    return best, damaged
+            if is_record and not standing.finished:
+                continue
+            if changes := self._changes(standing):
+                words = f"'{path}' does not fit: {', '.join(changes)}"
+                if is_record:
+                    self._passed_over[found] = words
+                else:
+                    self._refused[found] = f"{CHANGED}{words}; {REMEDY}"
+                continue
+            self.best[found] = min(self.best.get(found, standing), standing, key=lambda s: s.rounds_left)
 
+    def _changes(self, standing: Standing) -> list[str]:
+        environment = standing.view.environment if standing.view is not None else None
+        experiment = standing.cell.experiment
+        if self._present is None or environment is None or missing_data(experiment, self._root):
+            return []
+        return self._present.changes(experiment, environment, is_record=standing.is_record)
 
-def _named(cell: Cell, found: Standing | None, damaged: str, root: Path | None) -> Standing:
-    """The standing of this cell; two cells of a suite may be the same experiment."""
-    if found is None:
-        return Standing(cell, obstacle=damaged or missing_data(cell.experiment, root))
-    standing = Standing(cell, found.view, found.is_record)
-    return standing if standing.finished else replace(standing, obstacle=missing_data(cell.experiment, root))
+    def standing(self, cell: Cell) -> Standing:
+        """Of this cell; two cells of a suite may be the same experiment."""
+        found, passed_over = self.best.get(cell.identity), self._passed_over.get(cell.identity, "")
+        if found is not None and found.finished:
+            return Standing(cell, found.view, found.is_record, passed_over=passed_over)
+        obstacle = missing_data(cell.experiment, self._root)
+        if found is None:
+            obstacle = self._refused.get(cell.identity, obstacle)
+        return Standing(cell, found.view if found else None, obstacle=obstacle, passed_over=passed_over)
 
 
 @contextmanager

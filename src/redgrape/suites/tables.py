@@ -7,14 +7,14 @@ import io
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from redgrape import durable
 from redgrape.errors import ConfigError
-from redgrape.report import EXTRA_DATA, TITLES, RunView, mean_std, plain
-from redgrape.runs import LAST
+from redgrape.report import EXTRA_DATA, TITLES, RunView, mean_std, other_data, plain
+from redgrape.runs import DECIDING, LAST
 from redgrape.suites import ledger
 from redgrape.suites.description import Suite, label_text, text
 from redgrape.suites.ledger import Standing
@@ -89,6 +89,7 @@ def build(
     command: str = "",
     notes: Sequence[str] = (),
 ) -> Table:
+    standings = _of_one_split(standings)
     places: dict[tuple[str, tuple[str, ...]], list[Standing]] = {}
     for standing in standings:
         labels = standing.cell.labels
@@ -115,6 +116,17 @@ def build(
             )
     told = [*notes, *_notes(standings, on)]
     return Table(suite, scale, on, standings, entries, cuts, departures, told, command)
+
+
+def _of_one_split(standings: Sequence[Standing]) -> list[Standing]:
+    """The standings without runs that are of other data than the others of their seed and data options."""
+    other = other_data([s.view for s in standings if s.view is not None and s.finished])
+    return [
+        replace(s, view=None, obstacle=f"cannot be compared: '{s.view.path}': {other[s.view.path]}")
+        if s.view is not None and s.view.path in other
+        else s
+        for s in standings
+    ]
 
 
 def _by_seed(group: Sequence[Standing], measure: str, on: str) -> dict[int, float]:
@@ -158,6 +170,8 @@ def _notes(standings: Sequence[Standing], on: str) -> list[str]:
                 f"too few seeds to compare methods: {_list(sorted(set(seeds.values())))} a cell, and chance alone "
                 f"moves figures; {FEWEST_SEEDS} or more can be compared"
             )
+    notes += _machines(finished)
+    notes += [f"a record is not taken: {s.passed_over}" for s in standings if s.passed_over]
     missing: dict[str, list[str]] = {}
     for s in standings:
         if not s.finished:
@@ -165,6 +179,22 @@ def _notes(standings: Sequence[Standing], on: str) -> list[str]:
     for state, cells in missing.items():
         notes.append(f"not run{'' if state == 'to run' else f' ({state})'}: {len(cells)} of {len(standings)} cells")
     return notes
+
+
+def _machines(finished: Sequence[Standing]) -> list[str]:
+    """Which cells were made on which versions and machines, where that is not the same for all that tell it."""
+    lines = []
+    for name in DECIDING:
+        made: dict[str, list[str]] = {}
+        for s in finished:
+            told = (s.view.environment or {}).get(name) if s.view is not None else None
+            if told is not None:
+                made.setdefault(str(told), []).append(s.cell.name)
+        if len(made) > 1:
+            *few, most = sorted(made, key=lambda value: len(made[value]))
+            which = " · ".join(f"{value} ({'; '.join(made[value])})" for value in few)
+            lines.append(f"not all made with {name} {most}, so that last bits may differ: {name} {which}")
+    return lines
 
 
 def _varying_axes(standings: Sequence[Standing]) -> list[str]:
@@ -346,12 +376,17 @@ def markdown(table: Table) -> str:
 
 def insert(table: Table, page: str) -> str:
     """The page with the table in place of what stood between its marks."""
-    begin, end = (f"<!-- {table.suite.name} {table.scale}:{edge} -->" for edge in ("begin", "end"))
-    before, found, rest = page.partition(begin)
-    _, closed, after = rest.partition(end)
-    if not found or not closed:
+    begin, end = marks(table.suite.name, table.scale, page)
+    before, _, rest = page.partition(begin)
+    return f"{before}{begin}\n{markdown(table)}{end}{rest.partition(end)[2]}"
+
+
+def marks(suite: str, scale: str | None, page: str) -> tuple[str, str]:
+    """Between which a page has the table of this suite; ConfigError where it has no place for it."""
+    begin, end = (f"<!-- {suite} {scale}:{edge} -->" for edge in ("begin", "end"))
+    if end not in page.partition(begin)[2]:
         raise ConfigError(f"the page has no place for this table; put {begin} and {end} where it should stand")
-    return f"{before}{begin}\n{markdown(table)}{end}{after}"
+    return begin, end
 
 
 def _grid(block: Block) -> str:
