@@ -78,7 +78,7 @@ def sent(method: type[Method]) -> str:
         f"{size.down:,} bytes and sends {size.up:,} in a round"
     )
     text += f", and keeps {size.kept:,}." if size.kept else "."
-    logged = payload.logged(method(), NET, SHAPE, CLASSES)
+    logged = size.logged
     names = ", ".join(f"`{key}`" for key in logged)
     text += f" In `metrics.jsonl` it logs {names}." if logged else " It logs nothing of its own."
     return "## What it sends and logs\n\n" + wrapped(text)

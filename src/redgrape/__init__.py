@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from redgrape.data.examples import Pixels as Pixels
     from redgrape.data.federation import Federation as Federation
     from redgrape.errors import RedgrapeError as RedgrapeError
+    from redgrape.exchange import Exchange as Exchange
     from redgrape.method import ClientSite as ClientSite
     from redgrape.method import Method as Method
     from redgrape.method import ServerSite as ServerSite
@@ -30,6 +31,7 @@ _HOMES = {
     "Augment": "redgrape.data.augment",
     "ClientSite": "redgrape.method",
     "Examples": "redgrape.data.examples",
+    "Exchange": "redgrape.exchange",
     "Federation": "redgrape.data.federation",
     "Method": "redgrape.method",
     "Net": "redgrape.nets.net",

@@ -15,6 +15,7 @@ bias did.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import torch
@@ -24,8 +25,7 @@ from redgrape.errors import ConfigError
 from redgrape.tree import Tensors, Tree
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
-
+    from redgrape.exchange import Received
     from redgrape.local import LocalTraining
     from redgrape.method import ClientSite, ServerSite
 
@@ -35,82 +35,55 @@ _ITERATIONS, _SLICES = 30, 200
 _EPS = 1e-8  # a class without examples: its logit is pushed down so far that it plays no role
 
 
-def survey(source: PriorSource, site: ClientSite) -> Tree:
-    """A client's answer before the first round: its class counts, where the global prior is asked for."""
-    return {"class_counts": class_counts(site)} if source == "global" else {}
+@dataclass(frozen=True)
+class Prior:
+    """A source of the class prior, and what a method does with it at server and client."""
 
+    source: PriorSource
 
-def survey_like(source: PriorSource, site: ServerSite) -> Tree:
-    return {"class_counts": torch.zeros(site.num_classes, dtype=torch.int64)} if source == "global" else {}
+    def check(self, method: LocalTraining) -> None:
+        """Raise ValueError if the estimate, which reckons with the steps of plain sgd, would be wrong without a word."""
+        plain = method.optimizer == "sgd" and method.clip_norm is None and not method.weight_decay
+        if self.source == "estimated" and not plain:
+            raise ValueError(
+                "prior=estimated needs sgd without clip_norm or weight_decay; choose prior=global or local"
+            )
 
+    def survey(self, site: ClientSite) -> Tree:
+        """A client's answer before the first round: its class counts, if the global prior is asked for."""
+        return {"class_counts": site.class_counts} if self.source == "global" else {}
 
-def privacy(source: PriorSource) -> str:
-    """What the source tells the server beyond the updates."""
-    return {
-        "local": "",
-        "estimated": "The server estimates the clients' class shares together from their updates of the first round.",
-        "global": "Before the first round each client was asked how many examples of each class it has. The method "
-        "needs the sum alone; without a secure sum, whoever adds them up sees every client's counts.",
-    }[source]
+    def needs_single(self) -> str:
+        return "prior=estimated looks at single updates; choose global or local" if self.source == "estimated" else ""
 
+    def first(self, model: Tensors, site: ServerSite) -> Tensor:
+        """The server's prior before the first round: shares [C], uniform if nothing is known yet."""
+        if self.source == "estimated" and "classifier.bias" not in model:
+            raise ConfigError("prior=estimated needs a classifier with a bias; choose prior=global or local")
+        if self.source == "global":
+            counts: Tensor = site.survey["class_counts"].double()
+            return counts / counts.sum()
+        return torch.full((site.num_classes,), 1 / site.num_classes, dtype=torch.float64)
 
-def why_not_summed(source: PriorSource) -> str | None:
-    """Why sums over the clients are not enough for the source, where they are not."""
-    return "prior=estimated looks at single updates; choose global or local" if source == "estimated" else None
+    def next(self, prior: Tensor, received: Received, method: LocalTraining, site: ServerSite) -> Tensor:
+        """The server's prior after a round: estimated once, from the round that was trained without any."""
+        if self.source != "estimated" or site.round != 1:
+            return prior
+        total, examples = torch.zeros_like(prior), 0.0
+        for delta, count in zip(received.each("delta").values(), received.each("count").values(), strict=True):
+            walked = method.learning_rate(site) * method.effective_steps(method.steps(int(count)))
+            total += float(count) * estimate_prior(delta["classifier.weight"], delta["classifier.bias"], walked)
+            examples += float(count)
+        share = total / total.sum()
+        share[share < 1 / (2 * examples)] = 0  # less than half an example is none
+        return share / share.sum()
 
-
-def why_class_counts(source: PriorSource) -> str | None:
-    """What the source asks of every client, and what to choose instead, where it asks for class counts."""
-    return (
-        "prior=global asks every client how many examples of each class it has (choose prior=local or estimated)"
-        if source == "global"
-        else None
-    )
-
-
-def check(source: PriorSource, method: LocalTraining) -> None:
-    """Raise ValueError where the estimate, which reckons with the steps of plain sgd, would be wrong without a word."""
-    if source == "estimated" and (method.optimizer != "sgd" or method.clip_norm is not None or method.weight_decay):
-        raise ValueError("prior=estimated needs sgd without clip_norm or weight_decay; choose prior=global or local")
-
-
-def class_counts(site: ClientSite) -> Tensor:
-    return torch.bincount(site.data.labels, minlength=site.num_classes)
-
-
-def first_prior(source: PriorSource, model: Tensors, site: ServerSite) -> Tensor:
-    """The server's prior before the first round: shares [C], uniform where nothing is known yet."""
-    if source == "estimated" and "classifier.bias" not in model:
-        raise ConfigError("prior=estimated needs a classifier with a bias; choose prior=global or local")
-    if source == "global":
-        counts: Tensor = site.survey["class_counts"].double()
-        return counts / counts.sum()
-    return torch.full((site.num_classes,), 1 / site.num_classes, dtype=torch.float64)
-
-
-def next_prior(
-    source: PriorSource, prior: Tensor, updates: Collection[Tree], method: LocalTraining, site: ServerSite
-) -> Tensor:
-    """The server's prior after a round: estimated once, from the round that was trained without any."""
-    if source != "estimated" or site.round != 1:
-        return prior
-    total = torch.zeros_like(prior)
-    for update in updates:
-        walked = method.learning_rate(site) * method.effective_steps(method.steps(int(update["count"])))
-        delta = update["delta"]
-        total += float(update["count"]) * estimate_prior(delta["classifier.weight"], delta["classifier.bias"], walked)
-    examples = sum(float(update["count"]) for update in updates)
-    share = total / total.sum()
-    share[share < 1 / (2 * examples)] = 0  # less than half an example is none
-    return share / share.sum()
-
-
-def client_log_prior(source: PriorSource, prior: Tensor, site: ClientSite) -> Tensor:
-    """log pi_c for a client's training, by the source. A class that the estimate missed may be there all the same: it
-    counts half as much as the rarest that it found."""
-    if source == "estimated":
-        prior = prior.clamp(min=float(prior[prior > 0].min()) / 2)
-    return log_prior(class_counts(site) if source == "local" else prior).to(site.device)
+    def log(self, prior: Tensor, site: ClientSite) -> Tensor:
+        """log pi_c for a client's training. A class that the estimate missed may be there all the same: it counts half
+        as much as the rarest that it found."""
+        if self.source == "estimated":
+            prior = prior.clamp(min=float(prior[prior > 0].min()) / 2)
+        return log_prior(site.class_counts if self.source == "local" else prior).to(site.device)
 
 
 def log_prior(counts: Tensor) -> Tensor:

@@ -6,15 +6,24 @@ forward pass gives the gradients of any grouping of examples, without a graph.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import math
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor, nn
 
-from redgrape.tree import Tensors, Tree
+from redgrape.exchange.parts import ClassRows
+from redgrape.exchange.tables import blocks
+from redgrape.features import features, never_negative
+from redgrape.nets.net import Net
+from redgrape.tree import Tensors
 
+if TYPE_CHECKING:
+    from redgrape.method import ClientSite, Site
+
+_BATCH = 256
 _BLOCK = 1 << 22  # numbers of the outer products that are held at once
-_TABLE_BLOCK = 1 << 25  # numbers of a table that are averaged or summed at once
 _ROWS = 64  # sums over classes are cut at multiples of it, which leaves their bits as those of the uncut sum
 
 
@@ -63,31 +72,57 @@ def class_mean_gradients(classifier: nn.Linear, batches: Iterable[tuple[Tensor, 
     return gradients
 
 
-def mean_over_holders(
-    sent: Iterable[Tree], classifier: Tensors, weights: Sequence[Tensor] | None = None, old: Tensors | None = None
-) -> tuple[Tensors, Tensor]:
-    """The mean of the clients' class gradients over those that hold a class, and which classes somebody holds.
+@torch.no_grad()
+def local_class_gradients(net: Net, site: ClientSite, view: torch.Generator | None = None) -> Tensors:
+    """The mean gradient of each class that the client reports, at this net's classifier: `classes` [m], and for each of
+    the classifier's tensors the m gradients. Evaluation mode, one forward pass; augmented if a generator is given."""
+    classes = site.reported.nonzero().flatten()
+    rows = site.reported[site.data.labels].nonzero().flatten()
+    gradients = class_mean_gradients(net.classifier, encoded(net, site, rows, view), classes.to(site.device))
+    return {"classes": classes, **{name: g.cpu() for name, g in gradients.items()}}
 
-    Each client sent `classes` [m] with weight [m, C, d] and bias [m, C]; the mean is over all C classes.
-    Where nobody holds one it is that of `old`, or zero. `weights`: for each client a number for each of its classes
-    (None: all clients count alike). Means are made in float64, of some classes at a time.
-    """
-    sent, C = list(sent), len(next(iter(classifier.values())))  # weight and bias have a row for each class
-    each, total = weights_of_holders(sent, C, weights)
-    held = total > 0
-    means: Tensors = {}
-    for name, like in classifier.items():
-        mean = like.new_zeros(C, *like.shape) if old is None else old[name].clone()
-        for block in table_blocks(C, like.numel()):
-            sums = torch.zeros(block.stop - block.start, *like.shape, dtype=torch.float64)
-            for gradients, w in zip(sent, each, strict=True):
-                rows, classes = rows_within(gradients["classes"], block)
-                mine = gradients[name][rows].double().mul_(per_class(w[rows], sums))
-                sums.index_add_(0, classes - block.start, mine)
-            sums /= per_class(total[block].clamp(min=1), sums)
-            mean[block] = torch.where(per_class(held[block], sums), sums.to(mean.dtype), mean[block])
-        means[name] = mean
-    return means, held
+
+def encoded(
+    net: Net, site: ClientSite, rows: Tensor, view: torch.Generator | None = None
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Features, in evaluation mode, and labels of these rows, batch by batch; augmented if a generator is given."""
+    for batch in rows.split(_BATCH):
+        x = site.inputs(batch, net.classifier.weight.dtype, view)
+        yield features(net.encoder, x, "running"), site.data.labels[batch].to(site.device)
+
+
+def gradient_rows(model: Tensors, site: Site, weights: Literal["uniform", "count"] = "uniform") -> ClassRows:
+    """The part of an update that has class gradients of the classifier."""
+    signed = never_negative(site.load(model).encoder)
+    return ClassRows(classifier_of(model), weights, gradient=True, signed=signed)
+
+
+def classifier_of(model: Tensors) -> Tensors:
+    """W among the model's named tensors, by the names `weight` and `bias`."""
+    return {name.removeprefix("classifier."): t for name, t in model.items() if name.startswith("classifier.")}
+
+
+def fresh_classifier(like: Tensors, random: torch.Generator) -> Tensors:
+    """A linear classifier as nn.Linear starts one: uniform within 1 / sqrt(d), weight and bias alike."""
+    bound = 1 / math.sqrt(like["weight"].shape[1])
+    drawn = (name for name in ("weight", "bias") if name in like)  # in this order, whatever that of the names
+    return {name: torch.empty_like(like[name]).uniform_(-bound, bound, generator=random) for name in drawn}
+
+
+def linear_like(classifier: nn.Linear, values: Tensors | None) -> nn.Linear:
+    """A second classifier of the same shape with these values; one that is not trained if there are none."""
+    twin: nn.Linear = nn.utils.skip_init(
+        nn.Linear,
+        classifier.in_features,
+        classifier.out_features,
+        bias=classifier.bias is not None,
+        device=classifier.weight.device,
+        dtype=classifier.weight.dtype,
+    )
+    if values is None:
+        return twin.requires_grad_(False)
+    twin.load_state_dict(values)
+    return twin
 
 
 def table_sum(table: Tensors, classes: Tensor, dtype: torch.dtype) -> Tensors:
@@ -97,36 +132,8 @@ def table_sum(table: Tensors, classes: Tensor, dtype: torch.dtype) -> Tensors:
     for name, t in table.items():
         total = torch.zeros(t.shape[1:], dtype=dtype)
         groups = max(1, t.shape[1] // _ROWS)  # the last one also has what is left over
-        for block in table_blocks(groups, _ROWS * len(t) * t.shape[2:].numel()):
+        for block in blocks(groups, _ROWS * len(t) * t.shape[2:].numel()):
             rows = slice(block.start * _ROWS, None if block.stop == groups else block.stop * _ROWS)
             total[rows] = t[:, rows][classes].to(dtype).sum(dim=0)
         sums[name] = total
     return sums
-
-
-def weights_of_holders(sent: Sequence[Tree], C: int, weights: Sequence[Tensor] | None) -> tuple[list[Tensor], Tensor]:
-    """What each client counts for each of its classes, and the sum over the clients for every class [C]."""
-    each = [torch.ones(len(s["classes"]), dtype=torch.float64) for s in sent]
-    if weights is not None:
-        each = [w.double() for w in weights]
-    total = torch.zeros(C, dtype=torch.float64)
-    for gradients, w in zip(sent, each, strict=True):
-        total.index_add_(0, gradients["classes"], w)
-    return each, total
-
-
-def table_blocks(count: int, size: int) -> Iterator[slice]:
-    """`count` things of `size` numbers each, in slices of bounded size, though of at least one thing."""
-    step = max(1, _TABLE_BLOCK // size)
-    return (slice(start, min(start + step, count)) for start in range(0, count, step))
-
-
-def rows_within(classes: Tensor, block: slice) -> tuple[Tensor, Tensor]:
-    """The rows at which a client's classes lie in this block, and these classes."""
-    rows = ((classes >= block.start) & (classes < block.stop)).nonzero().flatten()
-    return rows, classes[rows]
-
-
-def per_class(values: Tensor, table: Tensor) -> Tensor:
-    """One value a class, shaped to go with a table whose first axis is the class."""
-    return values.reshape(-1, *[1] * (table.dim() - 1))

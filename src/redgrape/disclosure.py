@@ -2,46 +2,75 @@
 
 The server sees every update as it is, and so the classes that a client reports; with secure aggregation it sees the sum
 over a round's clients, and of each class how many reported it. Clients see what the server releases:
-the model, and RedGrape's prototypes. A report of a single example is that example's feature vector, one of few examples
-can be solved for all of theirs (ClassReports.solvable), and a class released from one client is that client's report.
+the model, and what the method makes of class rows. A report of a single example is that example's feature vector, a
+gradient of n < C examples can be solved for all of theirs: it has n n unknowns in (C - 1) (n + 1) equations
+(docs/privacy.md). A class released from one client is that client's report.
 Counted in reports (client, class, round) and releases (class, round).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from redgrape import methods
-from redgrape.aggregation import Averaging
-from redgrape.class_reports import ClassReports
 from redgrape.errors import StorageError
-from redgrape.experiment import Experiment
-from redgrape.method import Method
+from redgrape.exchange import ClassRows, Exchange, Parts
+from redgrape.exchange.parts import class_rows
 from redgrape.privacy_ledger import PrivacyLedger
 from redgrape.report import RunView
 
 
-def told_by(method: Method, num_classes: int) -> dict[str, Any]:
-    """What a method lets out. A run records it, so that whoever looks at the run loads no method: it may be a file."""
+def told_by(exchange: Exchange, parts: Parts, survey: Iterable[str], single: str, num_classes: int) -> dict[str, Any]:
+    """What a method and its exchange disclose, by the parts of an update. A run records it, so that whoever looks at the
+    run loads no method: it may be a file."""
     reports = None
-    if isinstance(method, ClassReports) and method.reports_classes:
+    for part in class_rows(parts).values():
+        counts = "the number of examples behind every class that is reported"
         reports = {
-            "min_count": method.min_count,
-            "min_clients": method.min_clients,
-            "fewest_contributors": method.fewest_contributors(),
-            "solvable_up_to": method.solvable(num_classes),
-            "beside_gradients": method.told_beside_gradients(),
+            "min_count": exchange.min_count,
+            "min_clients": exchange.min_clients,
+            "fewest_contributors": exchange.fewest_contributors(),
+            "solvable_up_to": num_classes - 1 if part.gradient else 1,
+            "beside_gradients": [counts] if part.weights == "count" else [],
         }
-    return {
-        "beyond_averaging": method.privacy(),
-        "class_reports": reports,
-        "randomness": method.dp_randomness if isinstance(method, Averaging) else None,
-    }
+    sentences = [_rows_words(name, part, exchange) for name, part in class_rows(parts).items()]
+    if asked := ", ".join(survey):
+        sentences.append(
+            f"Before the first round each client was asked for its {asked}. The method needs the sum alone; without a "
+            "secure sum, whoever adds the answers up sees each client's own."
+        )
+    if single:
+        sentences.append(f"The server looks at single updates: {single}.")
+    return {"beyond_averaging": " ".join(sentences), "class_reports": reports, "randomness": exchange.randomness}
+
+
+def _rows_words(name: str, part: ClassRows, exchange: Exchange) -> str:
+    """What class rows expose, for people."""
+    counts = " and how many examples of each" if part.weights == "count" else ""
+    what = "the classifier's gradient on" if part.gradient else "a row for"
+    few = (
+        "of fewer examples than there are classes a gradient can be solved for every feature vector."
+        if part.gradient
+        else "a row is a mean over the client's examples of the class."
+    )
+    single = (
+        "If a client has one example of a class, that example's exact feature vector follows from it;"
+        if exchange.min_count == 1
+        else f"They were sent from {exchange.min_count} examples of a class on, so none is of a single example;"
+    )
+    released = (
+        "If only one client of a round reports a class, what the server makes of it is that client's own."
+        if exchange.min_clients == 1
+        else f"The server uses a class from {exchange.min_clients} clients of a round on."
+    )
+    return (
+        f"A client also sends {what} each of its classes ('{name}'). These expose which classes a client holds{counts}. "
+        f"{single} {few} {released} They are not in this folder."
+    )
 
 
 def told_in(run: RunView) -> dict[str, Any]:
@@ -49,14 +78,11 @@ def told_in(run: RunView) -> dict[str, Any]:
     environment, name = run.environment, run.experiment["method"]["name"]
     if environment is None:
         raise StorageError(f"'{run.path}' has not begun; let it finish a round first")
-    if "told" in environment:
-        return dict(environment["told"])
-    if name not in methods.names():
+    if "told" not in environment:
         raise StorageError(
-            f"'{run.path}' does not record what its method tells, and '{name}' is not run to find out; run it again "
-            "with this redgrape"
+            f"'{run.path}' does not record what its method '{name}' discloses; run it again with this redgrape"
         )
-    return told_by(Experiment.parse(run.experiment).method.create(), len(environment["class_names"]))
+    return dict(environment["told"])
 
 
 def disclosed(run: RunView) -> dict[str, Any]:
@@ -66,7 +92,7 @@ def disclosed(run: RunView) -> dict[str, Any]:
     facts: dict[str, Any] = {
         "run": str(run.path),
         "method": method["name"],
-        "preset": method["preset"],
+        "preset": run.experiment.get("exchange", {}).get("preset", "plain"),
         "rounds": len(records),
         "clients": len(environment.get("client_counts") or environment.get("sites") or []) or None,
         "classes": len(environment["class_names"]),
@@ -138,11 +164,8 @@ class _Round:
             self.contributors = reported.sum(dim=0)
         else:
             raise StorageError(f"'{run}' does not record who reported a class; run it again with this redgrape")
-        self.is_prototype = "prototype_age" in record
-        if self.is_prototype:  # RedGrape records which prototypes are new; elsewhere the floor tells
-            self.released = torch.tensor(record["prototype_seen"]) & (torch.tensor(record["prototype_age"]) == 0)
-        else:
-            self.released = self.contributors >= reports["fewest_contributors"]
+        released = self.contributors >= reports["fewest_contributors"]
+        self.released = torch.tensor(record["class_released"]) if "class_released" in record else released
 
 
 def _seen_by_server(reports: Mapping[str, Any], rounds: Sequence[_Round], counts: Tensor | None) -> dict[str, Any]:
@@ -180,7 +203,6 @@ def _seen_by_clients(reports: Mapping[str, Any], rounds: Sequence[_Round]) -> di
     known = [(r.released, r.examples) for r in rounds if r.examples is not None]  # those of all rounds, or of none
     limit = reports["solvable_up_to"]
     return {
-        "as_prototypes": any(r.is_prototype for r in rounds),
         "releases": sum(int(r.released.sum()) for r in rounds),
         "fewest_contributors": min(behind, default=None),
         "releases_from_one_client": sum(int(a.sum()) for a in alone),
@@ -298,8 +320,6 @@ def _server_words(facts: Mapping[str, Any], reports: Mapping[str, Any]) -> list[
 
 
 def _client_words(facts: Mapping[str, Any], seen: Mapping[str, Any]) -> list[str]:
-    if not seen["as_prototypes"]:
-        return ["class gradients only through the classifier that the server re-trains with them"]
     single, solvable = seen["releases_of_one_example"], seen["solvable_releases"]
     exact = (
         f", and {single} of a single example, whose exact feature vector every client could compute; {solvable} were "
@@ -307,7 +327,7 @@ def _client_words(facts: Mapping[str, Any], seen: Mapping[str, Any]) -> list[str
     )
     least = f"; the fewest clients behind one were {seen['fewest_contributors']}" if seen["releases"] else ""
     return [
-        f"prototypes of {len(seen['classes_released'])} of {facts['classes']} classes, released {seen['releases']} "
+        f"what the server makes of class rows of {len(seen['classes_released'])} of {facts['classes']} classes, released {seen['releases']} "
         f"times{least}; {seen['held_back']} times one was held back because too few clients had reported the class",
         f"{seen['releases_from_one_client']} releases were from one client alone{'' if single is None else exact}",
     ]
@@ -327,5 +347,5 @@ def leak_in_one_line(facts: Mapping[str, Any]) -> str | None:
         f"privacy: the server was told which classes each client holds ({server['pairs']} pairs) and could compute "
         f"the exact features of {_examples(server['single_examples'])}, with some work of "
         f"{server['solvable_examples']}; {clients['releases_from_one_client']} releases were of one client alone; "
-        "preset private keeps such classes back, `redgrape privacy RUN` tells more"
+        "exchange.preset=private keeps such classes back, `redgrape privacy RUN` tells more"
     )

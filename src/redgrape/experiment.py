@@ -21,6 +21,7 @@ from redgrape.data.federation import Federation
 from redgrape.data.prepare import DataOptions
 from redgrape.data.sources import READERS
 from redgrape.errors import ConfigError, DataError, unknown
+from redgrape.exchange import Exchange
 from redgrape.method import Method
 from redgrape.nets.net import Net
 from redgrape.tree import Tensors
@@ -87,6 +88,7 @@ class Experiment(BaseModel):
     checkpoint_every: int = Field(1, ge=1, le=10**9, description="save every so many rounds, and after the last")
     data: DataOptions = Field(default_factory=DataOptions)
     net: NetOptions = Field(default_factory=NetOptions)
+    exchange: Exchange = Field(default_factory=Exchange)
     method: MethodOptions = Field(default_factory=MethodOptions)
 
     @model_validator(mode="after")
@@ -134,7 +136,7 @@ class Experiment(BaseModel):
                 "example; choose at least 2"
             )
         if (asked := self._clients_asked()) is not None:
-            method.check_clients(asked)
+            self.exchange.check_clients(asked)
 
     def _clients_asked(self) -> int | None:
         """Clients of a round; None where only the data tells."""

@@ -1,17 +1,19 @@
-"""Local training, as far as all methods share it: its options, the optimizer, the order of the batches."""
+"""Local training, as far as all methods share it: its options, the optimizer, the order of the batches, its update."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Literal
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, TypeVar
 
 import torch
-from pydantic import BaseModel, Field
+from pydantic import AfterValidator, BaseModel, Field
 from torch import Tensor
 
 from redgrape.data.augment import NO_AUGMENTATION
 from redgrape.data.examples import place
-from redgrape.features import batchnorms
+from redgrape.exchange.parts import Count, Direction, Parts, Scalar, Statistics, Weights
+from redgrape.features import batchnorms, momenta
 from redgrape.nets.net import Net
 from redgrape.schedule import Schedule, decay
 from redgrape.sgd import Optimizer, Sgd
@@ -20,6 +22,47 @@ from redgrape.validation import LARGEST
 
 if TYPE_CHECKING:
     from redgrape.method import ClientSite, Site
+
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def _whole(value: float) -> float:
+    if math.isfinite(value) and value != int(value):
+        raise ValueError(f"it is {value}, and counts examples: pass a whole number or inf")
+    return value
+
+
+WholeOrInfinite: TypeAlias = Annotated[float, AfterValidator(_whole)]
+
+
+def stackable(function: F) -> F:
+    """Marks a `client_update` or `criterion` that holds for several clients at once (engines/stacked.py): it treats
+    tensors element by element, or through the net, the loss of a batch and the optimizer."""
+    function.stackable = True  # type: ignore[attr-defined]  # a function takes any attribute
+    return function
+
+
+def holds_for_stacks(method: LocalTraining) -> bool:
+    """Whether all that runs at a client is `stackable`. What overrides one of them must say so again."""
+    run = [getattr(method, name) for name in ("client_update", "criterion") if hasattr(method, name)]
+    return all(getattr(function, "stackable", False) for function in run)
+
+
+class Losses:
+    """The mean training loss of a client's round."""
+
+    def __init__(self, net: Net, examples: int) -> None:
+        weight = net.classifier.weight
+        self._total = torch.zeros((), dtype=weight.dtype, device=weight.device)
+        self._examples = examples
+
+    def add(self, loss: Tensor, y: Tensor) -> None:
+        """The loss of a batch with these labels."""
+        self._total += loss.detach() * len(y)
+
+    def mean(self) -> Tensor:
+        return (self._total / self._examples).cpu()
 
 
 class LocalTraining(BaseModel):
@@ -100,6 +143,25 @@ class LocalTraining(BaseModel):
             for rows in orders.split(self.batch_size, dim=1):
                 yield place(inputs[each, rows].flatten(0, 1), device), labels[each, rows].flatten().to(device)
 
+    def losses(self, net: Net, site: ClientSite) -> Losses:
+        return Losses(net, self.epochs * len(site.data))
+
+    def report(self, net: Net, start: Tensors, losses: Losses, site: ClientSite) -> dict[str, Any]:
+        """What a client that trained this net from `start` sends: `training_parts`."""
+        delta = {name: p.detach().cpu() - start[name] for name, p in net.named_parameters() if p.requires_grad}
+        count = torch.tensor(len(site.data))
+        return {"delta": delta, "buffers": _statistics(net), "count": count, "loss": losses.mean()}
+
+    def training_parts(self, model: Tensors, site: Site, weights: Weights = "examples") -> Parts:
+        """delta = new - old of the trained parameters, and what it was trained with. `weights`: how clients count."""
+        net = self.trainable(model, site)
+        trained = {name: model[name] for name, p in net.named_parameters() if p.requires_grad}
+        loss = torch.zeros((), dtype=net.classifier.weight.dtype)
+        parts: Parts = {"delta": Direction(trained, weights), "count": Count(), "loss": Scalar(loss)}
+        if statistics := _statistics(net):
+            parts["buffers"] = Statistics({name: model[name] for name in statistics}, momenta(net))
+        return parts
+
     def steps(self, examples: int) -> int:
         """Local steps of a round on so many examples."""
         return self.epochs * -(-examples // self.batch_size)
@@ -123,3 +185,21 @@ class LocalTraining(BaseModel):
             parameters = [p for group in optimizer.param_groups for p in group["params"]]
             torch.nn.utils.clip_grad_norm_(parameters, self.clip_norm)
         optimizer.step()
+
+
+def _statistics(net: Net) -> Tensors:
+    """Values that are not trained but follow the training, such as running statistics; none of a frozen encoder. Whole
+    numbers, such as BatchNorm's batch counter, say nothing of the data: the server keeps its own."""
+    if not net.encoder.training or next(net.buffers(), None) is None:
+        return {}
+    parameters = {name for name, _ in net.named_parameters()}
+    return {
+        name: t.detach().cpu().clone()
+        for name, t in net.state_dict().items()
+        if name not in parameters and t.is_floating_point()
+    }
+
+
+def zeros_like_parameters(model: Tensors, site: Site) -> Tensors:
+    """A zero for every parameter of the model, and none for its buffers."""
+    return {name: torch.zeros_like(model[name]) for name, _ in site.load(model).named_parameters()}

@@ -15,7 +15,6 @@ import torch
 
 import redgrape
 from redgrape import tree
-from redgrape.aggregation import Averaging
 from redgrape.data.examples import Pixels
 from redgrape.data.federation import Federation
 from redgrape.data.prepare import prepare
@@ -23,10 +22,11 @@ from redgrape.disclosure import told_by
 from redgrape.engines import ClientHalf, Engine
 from redgrape.errors import ConfigError, DataError, StorageError
 from redgrape.experiment import Experiment
+from redgrape.method import Site
 from redgrape.numerics import same_bits_everywhere
 from redgrape.privacy_ledger import PrivacyLedger
 from redgrape.store import RunFolder
-from redgrape.training import RunState, Step, Training
+from redgrape.training import RunState, Step, Training, exchanged
 from redgrape.tree import Tensors, Tree
 
 LAST = 10  # a run's result is the mean over this many last evaluations, as in the paper
@@ -153,10 +153,10 @@ class Run:
 
     def _account(self, training: Training, state: RunState) -> dict[str, Any]:
         """Write down what a round with noise spends, before anybody gets what it made."""
-        method, num_classes = training.method, training.federation.num_classes
-        if isinstance(method, Averaging) and (mechanisms := method.mechanisms(num_classes)):
+        exchange = training.exchange
+        if mechanisms := exchange.mechanisms(training.parts, training.federation.num_classes):
             clients = [k for k in state.record["answered"] if k not in state.record.get("left_out", [])]
-            spent = self.ledger.spend(state.round, clients, digest_of_state(state), mechanisms, method.dp_delta)
+            spent = self.ledger.spend(state.round, clients, digest_of_state(state), mechanisms, exchange.delta)
             return {"epsilon": spent}
         return {}
 
@@ -164,9 +164,9 @@ class Run:
         e = self.experiment
         method = e.method.create()
         secret = None
-        if isinstance(method, Averaging) and method.mechanisms(1):
+        if e.exchange.mechanisms(exchanged(method, site_of(e, federation))[0], 1):
             self.ledger.require(state.round if state else 0)
-            if method.dp_randomness == "secret":
+            if e.exchange.randomness == "secret":
                 secret = self.ledger.secret(is_new=state is None)
         return Training(
             method,
@@ -181,6 +181,7 @@ class Run:
             min_answers=e.min_answers,
             deadline=self.deadline,
             stack=self.stack,
+            exchange=e.exchange,
             secret=secret,
             engine=self._engine(),
         )
@@ -206,7 +207,7 @@ class Run:
     ) -> dict[str, Any] | None:
         """The environment to be written, None where the old one stands; raises where the run cannot go on here."""
         here = self._environment(federation, before)
-        here["told"] = told_by(self.experiment.method.create(), federation.num_classes)
+        here["told"] = told(self.experiment, federation)
         history = list((before or {}).get("changes", []))
         if before is None:
             if state is None:
@@ -263,6 +264,19 @@ class Run:
         except (StorageError, AttributeError):
             self.notes.append("summary.json is damaged and is written anew")
             return None
+
+
+def site_of(experiment: Experiment, federation: Federation) -> Site:
+    """The place before the first round, where it is told what an experiment exchanges."""
+    place = (experiment.builder(federation), federation.num_clients, federation.num_classes)
+    return Site(*place, experiment.seed, 0, experiment.rounds, torch.device("cpu"))
+
+
+def told(experiment: Experiment, federation: Federation) -> dict[str, Any]:
+    """What a run of this experiment discloses."""
+    method = experiment.method.create()
+    parts, survey = exchanged(method, site_of(experiment, federation))
+    return told_by(experiment.exchange, parts, survey, method.needs_single(), federation.num_classes)
 
 
 def check_model(state: RunState, model: Tensors, folder: RunFolder) -> None:

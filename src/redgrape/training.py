@@ -15,19 +15,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from redgrape import engines, features, keys, plausible, tree
-from redgrape.acceptance import MOST_EXAMPLES, Declared, NotFinite, UpdateRejected, check_length, first_not_finite
-from redgrape.aggregation import Averaging
-from redgrape.data.federation import Federation
-from redgrape.engines import Answer, ClientHalf, Engine, Lost, ShareOfSum
-from redgrape.errors import ConfigError, DataError, Diverged, RedgrapeError, TooFewClients
+from redgrape import engines, keys, tree
+from redgrape.data.examples import Examples
+from redgrape.data.federation import Declared, Federation
+from redgrape.engines import Answer, ClientHalf, Engine, Lost, SumOfAnswers
+from redgrape.errors import ConfigError, DataError, Diverged, TooFewClients
+from redgrape.exchange import Exchange, Parts, Received, plausible
+from redgrape.exchange.checks import MOST_EXAMPLES, NotFinite, UpdateRejected, check_survey, first_not_finite
+from redgrape.exchange.plausible import Measures
 from redgrape.features import batchnorms
-from redgrape.method import ClientId, Method, ServerSite
+from redgrape.method import ClientId, ClientSite, Method, ServerSite, Site
 from redgrape.nets.net import Net
 from redgrape.numerics import same_bits_everywhere
-from redgrape.plausible import Measures
 from redgrape.shelf import Shelf
 from redgrape.tree import Tensors, Tree
+
+PLAIN = Exchange()
 
 
 class ClientStates(Mapping[ClientId, Tree]):
@@ -74,6 +77,7 @@ def rounds(
     *,
     eligible: Sequence[ClientId],
     clients_per_round: int,
+    exchange: Exchange = PLAIN,
     model: Tensors | None = None,
     start: RunState | None = None,
     states: ClientStates | None = None,
@@ -93,57 +97,35 @@ def rounds(
         for t in range(state.round + 1, site.rounds + 1):
             shelf.clear()
             sampled = sample_clients(eligible, clients_per_round, site.seed, t)
+            here = replace(site, round=t)
             with same_bits_everywhere():
-                state = _round(method, engine, replace(site, round=t), state, sampled, shelf, declared, min_answers)
+                broadcast = tree.ordered(method.broadcast(state.server))
+                answers = _Answers(method, exchange, broadcast["model"], sampled, here, shelf, declared)
+                for k, answer in engine.run_clients(broadcast, sampled, state.clients, t):
+                    answers.take(k, answer)
+                received = answers.received(max(min_answers, exchange.fewest_answers()))
+                server = tree.owned(method.server_update(state.server, received, here))
+                if name := first_not_finite(tree.flatten(server)):
+                    raise Diverged(f"DIVERGED in round {t}: server tensor '{name}' is not finite; {_ADVICE}")
+                record = {
+                    "round": t,
+                    "clients": list(sampled),
+                    **answers.record(received),
+                    **received.record(),
+                    "bytes_down": len(sampled) * tree.num_bytes(broadcast),
+                    "bytes_up": received.num_bytes(),
+                    **{name: value.tolist() for name, value in method.log(server, received).items()},
+                }
+                new = {k: s for k, s in answers.states.items() if k in received.clients}
+                state = RunState(t, server, state.clients.updated(new) if new else state.clients, record)
             yield state
 
 
-def _round(
-    method: Method,
-    engine: Engine,
-    site: ServerSite,
-    state: RunState,
-    sampled: Sequence[ClientId],
-    shelf: Shelf,
-    declared: Callable[[ClientId], Declared] | None,
-    min_answers: int,
-) -> RunState:
-    broadcast = tree.ordered(method.broadcast(state.server))
-    like, model = method.update_like(state.server, site), state.server["model"]
-    momenta = features.momenta(site.load(model)) if like.get("buffers") else {}
-
-    def check(client: ClientId | None, update: Tree) -> Measures:
-        known = None if declared is None or client is None else declared(client)
-        method.check_update(update, like, known, site)
-        check_length(update, model)
-        steps = None if client is None or "count" not in update else method.steps(int(update["count"]))
-        return plausible.measured(update, like, model, momenta, steps)
-
-    answers = _Answers(sampled, site.round, check, shelf)
-    for k, answer in engine.run_clients(broadcast, sampled, state.clients, site.round):
-        answers.take(k, answer)
-    answers.compare(model)
-    updates = answers.updates()
-    answers.must_be(max(min_answers, method.fewest_answers()))
-    counted = method.counted(updates)
-    server = tree.owned(method.server_update(state.server, counted, site))
-    if name := first_not_finite(tree.flatten(server)):
-        raise Diverged(f"DIVERGED in round {site.round}: server tensor '{name}' is not finite; {_ADVICE}")
-    states = {k: new for k, new in answers.states.items() if k in counted}
-    record = {
-        "round": site.round,
-        "clients": list(sampled),
-        "answered": list(updates),
-        "rejected": {str(k): str(reason) for k, reason in answers.rejected.items()},
-        "lost": {str(k): reason for k, reason in answers.lost.items()},
-        **({"left_out": [k for k in updates if k not in counted]} if len(counted) < len(updates) else {}),
-        **_losses(updates, site.num_classes),
-        "bytes_down": len(sampled) * tree.num_bytes(broadcast),
-        "bytes_up": sum(tree.num_bytes(update) for update in updates.values()),
-        **{name: value.tolist() for name, value in method.log(server, counted).items()},
-    }
-    return RunState(site.round, server, state.clients.updated(states) if states else state.clients, record)
-
+# What a round's record has whatever the method; it may add to it by `log`.
+RECORD = (
+    *("round", "clients", "answered", "rejected", "lost", "left_out", "train_loss", "capped_loss"),
+    *("class_contributors", "class_released", "bytes_down", "bytes_up", "epsilon", "test", "validation"),
+)
 
 _ADVICE = "lower the learning rate or clip the gradient"
 
@@ -153,81 +135,112 @@ class _Answers:
     in which they come."""
 
     def __init__(
-        self, asked: Sequence[ClientId], round: int, check: Callable[[ClientId | None, Tree], Measures], shelf: Shelf
+        self,
+        method: Method,
+        exchange: Exchange,
+        model: Tensors,
+        asked: Sequence[ClientId],
+        site: ServerSite,
+        shelf: Shelf,
+        declared: Callable[[ClientId], Declared] | None,
     ) -> None:
-        self._asked, self._round, self._check, self._shelf = frozenset(asked), round, check, shelf
+        self._method, self._exchange, self._model = method, exchange, model
+        self._parts = method.parts(model, site)
+        self._asked, self._site, self._shelf, self._declared = frozenset(asked), site, shelf, declared
         self._updates: dict[ClientId, Tree] = {}
         self._measures: dict[ClientId, Measures] = {}
+        self._sum: SumOfAnswers | None = None
         self._refused: dict[ClientId, UpdateRejected] = {}
         self._unasked: dict[ClientId, UpdateRejected] = {}  # strangers, and answers to another round's question
         self._lost: dict[ClientId, str] = {}
-        self.states: dict[ClientId, Tree] = {}  # count where the client's update does
+        self.states: dict[ClientId, Tree] = {}  # a state counts if the client's update does
 
-    def take(self, client: ClientId, answer: Answer | Lost) -> None:
+    def take(self, client: ClientId | None, answer: Answer | SumOfAnswers | Lost) -> None:
+        if isinstance(answer, SumOfAnswers):
+            self._sum, self.states = answer, {k: s for k, s in answer.states.items() if s}
+            return
+        assert client is not None, "only a sum is of no single client"
         if isinstance(answer, Lost):
             self._lost[client] = answer.reason
         elif client not in self._asked:
             self._unasked[client] = UpdateRejected("this client was not asked")
-        elif answer.round != self._round:
+        elif answer.round != self._site.round:
             self._unasked[client] = UpdateRejected(f"the answer is for round {answer.round}")
         elif client in self._updates or client in self._refused:
             self._refuse(client, UpdateRejected("the client answered twice"))
         else:
-            of_sum = isinstance(answer, ShareOfSum)
             try:
-                # A mean is held to no single client's data.
-                measures = self._check(None if of_sum else client, answer.update)
+                self._measures[client] = self._checked(client, answer.update)
             except UpdateRejected as reason:
-                if of_sum:
-                    raise sum_refused(self._round, reason) from reason
                 self._refuse(client, reason)
             else:
-                self._updates[client], self._measures[client] = self._shelf.put(answer.update), measures
+                self._updates[client] = self._shelf.put(answer.update)
                 if answer.state:  # a client without state (most methods) is not remembered
                     self.states[client] = self._shelf.put(answer.state)
+
+    def _checked(self, client: ClientId, update: Tree) -> Measures:
+        known = None if self._declared is None else self._declared(client)
+        self._exchange.check(update, self._parts, known, self._model, self._site.num_classes)
+        steps = self._method.steps(int(update["count"])) if "count" in update else None
+        return plausible.measured(update, self._parts, steps)
 
     def _refuse(self, client: ClientId, reason: UpdateRejected) -> None:
         self._updates.pop(client, None)
         self._refused[client] = reason
 
-    def compare(self, model: Tensors) -> None:
-        """Refuse what is far beyond the others, once all are there."""
-        for client, reason in plausible.outliers({k: self._measures[k] for k in self.updates()}, model).items():
+    def received(self, fewest: int) -> Received:
+        """What the server half gets, once all answers are there. TooFewClients, or Diverged, if fewer than these count."""
+        if self._sum is not None:
+            return self._received_sum(self._sum, fewest)
+        measures = {k: self._measures[k] for k in sorted(self._updates)}
+        for client, reason in plausible.outliers(measures, self._parts, self._model).items():
             self._refuse(client, reason)
+        self._require(len(self._updates), fewest)
+        return self._exchange.receive(dict(sorted(self._updates.items())), self._parts, self._site)
 
-    def updates(self) -> dict[ClientId, Tree]:
-        return dict(sorted(self._updates.items()))
+    def _received_sum(self, answer: SumOfAnswers, fewest: int) -> Received:
+        clients = sorted(answer.states)
+        self._require(len(clients), fewest)
+        try:
+            return self._exchange.receive_sum(answer.total, clients, self._parts, self._model, self._site)
+        except UpdateRejected as reason:
+            words = (
+                f"the sum over the clients of round {answer.round} is not taken: {reason}; nothing of it was applied"
+            )
+            if isinstance(reason, NotFinite):
+                raise Diverged(f"DIVERGED: {words}; {_ADVICE}") from reason
+            raise TooFewClients(words) from reason
 
-    @property
-    def rejected(self) -> dict[ClientId, UpdateRejected]:
+    def record(self, received: Received) -> dict[str, Any]:
+        answered = sorted(self._updates) if self._sum is None else sorted(self._sum.states)
+        left_out = [k for k in answered if k not in received.clients]
+        return {
+            "answered": answered,
+            "rejected": {str(k): str(reason) for k, reason in self._rejected().items()},
+            "lost": {str(k): reason for k, reason in sorted(self._lost.items())},
+            **({"left_out": left_out} if left_out else {}),
+        }
+
+    def _rejected(self) -> dict[ClientId, UpdateRejected]:
         late = {k: reason for k, reason in self._unasked.items() if k not in self._updates}
         return dict(sorted((late | self._refused).items()))
 
-    @property
-    def lost(self) -> dict[ClientId, str]:
-        return dict(sorted(self._lost.items()))
-
-    def must_be(self, fewest: int) -> None:
-        """Raise where fewer answers than these count: Diverged where the others are not finite, else TooFewClients."""
-        if len(self._updates) >= fewest:
+    def _require(self, number: int, fewest: int) -> None:
+        """Raise if fewer answers than these count: Diverged if the others are not finite, else TooFewClients."""
+        if number >= fewest:
             return
-        for k, reason in self.rejected.items():
+        rejected, round = self._rejected(), self._site.round
+        for k, reason in rejected.items():
             if isinstance(reason, NotFinite):
-                raise Diverged(f"DIVERGED in round {self._round}: client {k}: {reason}; {_ADVICE}")
-        if not self.rejected and not self._lost and not self._updates:
-            raise TooFewClients(f"no client answered in round {self._round}")
-        why = {**self._lost, **self.rejected}
+                raise Diverged(f"DIVERGED in round {round}: client {k}: {reason}; {_ADVICE}")
+        if not rejected and not self._lost and not number:
+            raise TooFewClients(f"no client answered in round {round}")
+        why = {**self._lost, **rejected}
         first = f"; client {min(why)}: {why[min(why)]}" if why else ""
         raise TooFewClients(
-            f"{len(self._updates)} of {len(self._asked)} clients gave an answer that counts in round {self._round}, "
-            f"and {fewest} are needed{first}"
+            f"{number} of {len(self._asked)} clients gave an answer that counts in round {round}, and {fewest} are "
+            f"needed{first}"
         )
-
-
-def sum_refused(round: int, reason: UpdateRejected) -> RedgrapeError:
-    """For a sum over the clients that must not count. Who is to blame cannot be told."""
-    words = f"the sum over the clients of round {round} is not taken: {reason}; nothing of it was applied"
-    return Diverged(f"DIVERGED: {words}; {_ADVICE}") if isinstance(reason, NotFinite) else TooFewClients(words)
 
 
 def _first_state(
@@ -242,44 +255,50 @@ def _first_state(
     if model is None:
         model = site.build().state_dict()
     model = {name: t.detach().cpu().clone().contiguous() for name, t in model.items()}
-    survey = _survey(method, engine, site, clients, declared) if method.surveys(site) else {}
+    like = survey_like(method, site)
+    survey = _survey(like, engine, clients, declared) if like else {}
     with same_bits_everywhere():
         server = method.init_server(model, replace(site, round=0, survey=survey))
         return RunState(0, tree.ordered(server), states if states is not None else InMemory())
 
 
+def exchanged(method: Method, site: Site) -> tuple[Parts, Tree]:
+    """What crosses between clients and server with this method and the net of the site: the parts of an update, and what
+    an answer to the survey looks like."""
+    with keys.global_stream(None):
+        model = site.build().state_dict()
+    return method.parts(model, site), survey_like(method, site)
+
+
+def survey_like(method: Method, site: Site) -> Tree:
+    """What an answer to the method's survey looks like: that of a client without examples. Empty: nothing is asked."""
+    nothing = Examples(torch.zeros(0, 1), torch.zeros(0, dtype=torch.int64))
+    place = (site.build, site.num_clients, site.num_classes, site.seed, 0, site.rounds, site.device)
+    return method.survey(ClientSite(*place, 0, nothing))
+
+
 def _survey(
-    method: Method,
-    engine: Engine,
-    site: ServerSite,
-    clients: Sequence[ClientId],
-    declared: Callable[[ClientId], Declared] | None,
+    like: Tree, engine: Engine, clients: Sequence[ClientId], declared: Callable[[ClientId], Declared] | None
 ) -> Tree:
-    """The sum of what the clients answer to a method's survey. TooFewClients where an answer, or the sum, cannot be."""
+    """The sum of what the clients answer to a method's survey. TooFewClients if an answer, or the sum, cannot be."""
     total: Tensors | None = None
     for k, answer in engine.survey(clients):
         try:
             if k is not None:
-                method.check_survey(answer, _known(declared, k).examples, site)
-            flat = tree.flatten(answer)
-            if total is not None and _kinds(flat) != _kinds(total):
-                raise UpdateRejected("its names, shapes or types are not those of the clients before it")
+                check_survey(answer, like, _known(declared, k).examples)
         except UpdateRejected as reason:
             name = (_known(declared, k).name if k is not None else "") or f"client {k}"
             raise TooFewClients(
                 f"what {name} answers to the survey before the first round is not taken: {reason}"
             ) from reason
+        flat = tree.flatten(answer)
         total = flat if total is None else {name: t + total[name] for name, t in flat.items()}
     survey = tree.unflatten(total or {})
     try:
-        method.check_survey(survey, sum(_known(declared, k).examples for k in clients), site, of_sum=True)
+        check_survey(survey, like, sum(_known(declared, k).examples for k in clients), of_sum=True)
     except UpdateRejected as reason:
         raise TooFewClients(f"the sum of the clients' answers to the survey is not taken: {reason}") from reason
     return survey
-
-
-def _kinds(flat: Tensors) -> dict[str, tuple[torch.Size, torch.dtype]]:
-    return {name: (t.shape, t.dtype) for name, t in flat.items()}
 
 
 def _known(declared: Callable[[ClientId], Declared] | None, client: ClientId) -> Declared:
@@ -292,19 +311,6 @@ def sample_clients(eligible: Sequence[ClientId], count: int, seed: int, round: i
         return sorted(eligible)
     chosen = keys.numpy_stream(seed, "sample", round).choice(len(eligible), size=count, replace=False)
     return sorted(eligible[i] for i in chosen.tolist())
-
-
-def _losses(updates: Mapping[ClientId, Tree], num_classes: int) -> dict[str, Any]:
-    """The clients' training losses, weighted by their examples, where the method reports them. One that is not
-    plausible counts as the largest that is, and is named."""
-    claimed = {k: float(u["loss"]) for k, u in updates.items() if "loss" in u and "count" in u}
-    if not claimed:
-        return {"train_loss": None}
-    most = plausible.most_loss(list(claimed.values()), num_classes)
-    pairs = [(max(-most, min(loss, most)), float(updates[k]["count"])) for k, loss in claimed.items()]
-    capped = {str(k): loss for k, loss in claimed.items() if abs(loss) > most}
-    mean = sum(loss * n for loss, n in pairs) / sum(n for _, n in pairs)
-    return {"train_loss": mean, **({"capped_loss": capped} if capped else {})}
 
 
 @dataclass(frozen=True)
@@ -340,6 +346,7 @@ class Training:
         stack: int = 1,
         min_answers: int = 1,
         deadline: float | None = None,
+        exchange: Exchange = PLAIN,
         engine: Callable[[ClientHalf], Engine] | None = None,
         secret: bytes | None = None,
     ) -> None:
@@ -379,9 +386,6 @@ class Training:
             stacked.check(method, net)
         if method.batch_size == 1 and batchnorms(net) and not method.freeze_encoder:
             raise ConfigError("batch_size is 1, and BatchNorm has no statistics of a single example; choose at least 2")
-        if isinstance(method, Averaging):
-            has_statistics = not method.freeze_encoder and next(net.buffers(), None) is not None
-            method.check_noise(has_statistics=has_statistics)
         self.federation = federation
         self.method = method
         self.build = build
@@ -389,7 +393,6 @@ class Training:
         self.min_answers = min_answers
         self.eligible = [k for k in range(federation.num_clients) if federation.size(k) > 0]
         self.clients_per_round = clients_per_round or federation.num_clients
-        method.check_clients(min(self.clients_per_round, len(self.eligible)))
         self.site = ServerSite(
             build,
             federation.num_clients,
@@ -401,7 +404,11 @@ class Training:
             federation.auxiliary,
             secret=secret or secrets.token_bytes(32),  # of differential privacy's noise
         )
-        half = ClientHalf(method, federation, build, seed, rounds, place, stack)
+        self.exchange = exchange
+        self.parts, survey = exchanged(method, self.site)
+        asked = min(self.clients_per_round, len(self.eligible))
+        exchange.check_fits(self.parts, asked, single=method.needs_single(), surveys=bool(survey))
+        half = ClientHalf(method, federation, build, seed, rounds, place, stack, exchange)
         self.engine = engines.create(half, workers, deadline) if engine is None else engine(half)
 
     def steps(
@@ -422,6 +429,7 @@ class Training:
             self.site,
             eligible=self.eligible,
             clients_per_round=self.clients_per_round,
+            exchange=self.exchange,
             model=model,
             start=start,
             states=states,
@@ -481,6 +489,7 @@ def train(
     stack: int = 1,
     min_answers: int = 1,
     deadline: float | None = None,
+    exchange: Exchange = PLAIN,
 ) -> Result:
     """Train a method on a federation from the weights that `build` gives, and evaluate as it goes.
 
@@ -504,6 +513,7 @@ def train(
         stack=stack,
         min_answers=min_answers,
         deadline=deadline,
+        exchange=exchange,
     ) as training:
         for step in training.steps():
             history.append(step.record)

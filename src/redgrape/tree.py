@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 
 import safetensors.torch
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 Tensors: TypeAlias = dict[str, Tensor]
 Tree: TypeAlias = Mapping[str, Any]  # str -> Tensor | Tree; check_leaves() holds it to that
@@ -26,6 +26,11 @@ def add(a: Tensors, b: Tensors, scale: float = 1.0) -> Tensors:
 
 def sub(a: Tensors, b: Tensors) -> Tensors:
     return {name: t - b[name] for name, t in a.items()}
+
+
+def parameters(module: nn.Module) -> Tensors:
+    """A module's parameters in memory, without their graph."""
+    return {name: p.detach().cpu() for name, p in module.named_parameters()}
 
 
 def weighted_mean(groups: Sequence[Tensors], weights: Sequence[float]) -> Tensors:

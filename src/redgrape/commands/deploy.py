@@ -205,21 +205,17 @@ def _link(deployment: Deployment, simulated_data: Path | None) -> Iterator[tuple
 
 
 def _values(options: argparse.Namespace, default: Path) -> dict[str, Any]:
-    """The experiment's values. Another method than the deployment's own does not get that one's hyper-parameters; it is
-    private where it can be."""
+    """The experiment's values. Another method than the deployment's own does not get that one's hyper-parameters."""
     from redgrape import methods
     from redgrape.commands.training import described
     from redgrape.experiment import read_toml
-    from redgrape.flower.create import PRIVATE_PRESET
 
     name = getattr(options, "set:method.name")
     options.experiment = options.experiment or default
     values = described(options)
     before = read_toml(options.experiment).get("method", {})
     if name in methods.names() and options.experiment == default and before.get("name") != name:
-        private = {"preset": PRIVATE_PRESET} if PRIVATE_PRESET in methods.load(name).presets else {}
-        changed = {key: value for key, value in values["method"].items() if before.get(key) != value}
-        values["method"] = private | changed
+        values["method"] = {key: value for key, value in values["method"].items() if before.get(key) != value}
     return values
 
 

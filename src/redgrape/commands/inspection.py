@@ -131,7 +131,8 @@ def _list_methods(options: argparse.Namespace) -> None:
         method = found.load(name)
         size = payload(method(), options.net, options.shape, options.classes)
         assumes = [
-            *([method.assumes] if method.assumes else []),
+            *(["class presence may be seen"] if size.names_classes else []),
+            *(["single updates"] if method().needs_single() else []),
             *(["balanced data at the server"] if method.uses_auxiliary else []),
             *(["state at the clients"] if size.kept else []),
             *(["the clients' summed class counts"] if size.surveyed else []),

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from redgrape.acceptance import Declared
 from redgrape.data.examples import Examples
 from redgrape.errors import DataError
 
@@ -38,6 +38,16 @@ class Groups:
         first_tail = 7 * classes // 10
         head = max(1, 3 * classes // 10) if classes > 1 else 0
         return cls(tuple(order[:head]), tuple(order[head:first_tail]), tuple(order[max(head, first_tail) :]))
+
+
+@dataclass(frozen=True)
+class Declared:
+    """What a client said of itself when it joined: its examples, how many it has of each class if it tells, and its
+    name if it has one."""
+
+    examples: int
+    class_counts: Tensor | None = None
+    name: str = ""
 
 
 class Federation:

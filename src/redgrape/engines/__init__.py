@@ -10,11 +10,12 @@ from typing import Literal, NamedTuple, Protocol, Self, TypeAlias
 import torch
 from torch import Tensor
 
-from redgrape import evaluate, keys
+from redgrape import evaluate, keys, tree
 from redgrape.data.examples import Examples
 from redgrape.data.federation import Federation
 from redgrape.errors import ConfigError
 from redgrape.evaluate import Scores
+from redgrape.exchange import Exchange
 from redgrape.method import ClientId, ClientSite, Method, Site
 from redgrape.nets.net import Net
 from redgrape.numerics import keep_freed_memory, same_bits_everywhere
@@ -32,8 +33,12 @@ class Answer(NamedTuple):
     round: int
 
 
-class ShareOfSum(Answer):
-    """An answer whose update stands in for a client's share of a sum, which counts as a whole or not at all."""
+class SumOfAnswers(NamedTuple):
+    """The sum of the clients' summands, which counts as a whole or not at all; and the new state of each of them."""
+
+    total: Tree
+    states: Mapping[ClientId, Tree]
+    round: int
 
 
 class Lost(NamedTuple):
@@ -47,9 +52,9 @@ class Engine(Protocol):
 
     def run_clients(
         self, broadcast: Tree, clients: Sequence[ClientId], states: Mapping[ClientId, Tree], round: int
-    ) -> Iterator[tuple[ClientId, Answer | Lost]]:
-        """One round of these clients: their answers as they arrive, in any order. May answer for fewer than were asked,
-        and say why. Nothing is checked here. `states` has those of the clients that have one; each may lie on a disk
+    ) -> Iterator[tuple[ClientId | None, Answer | SumOfAnswers | Lost]]:
+        """One round of these clients: their answers as they arrive, in any order; or their sum alone, of no client. May
+        answer for fewer than were asked, and say why. Nothing is checked here. `states` has those of the clients that have one; each may lie on a disk
         and is looked up when its client runs, so that not all of them are in memory at once."""
         ...
 
@@ -79,6 +84,7 @@ class ClientHalf:
     rounds: int
     device: torch.device
     stack: int = 1  # how many clients of equal size are trained as one (engines/stacked.py)
+    exchange: Exchange = Exchange()  # noqa: RUF009  # it is frozen
 
     def site(self, client: ClientId, round: int) -> ClientSite:
         return ClientSite(
@@ -91,6 +97,7 @@ class ClientHalf:
             self.device,
             client,
             self.federation.client(client),
+            self.exchange.min_count,
         )
 
     def run(self, client: ClientId, broadcast: Tree, state: Tree | None, round: int) -> Answer:
@@ -99,7 +106,13 @@ class ClientHalf:
         site = self.site(client, round)
         with same_bits_everywhere(), keys.global_stream(keys.key(self.seed, "global", round, client)):
             before = self.method.init_client(broadcast) if state is None else state
-            return Answer(*self.method.client_update(broadcast, before, site), round)
+            update, new = self.method.client_update(broadcast, before, site)
+            return Answer(self._leave(update, broadcast, site), new, round)
+
+    def _leave(self, update: Tree, broadcast: Tree, site: ClientSite) -> Tree:
+        if self.exchange.min_count == 1:
+            return update
+        return self.exchange.leave(update, self.method.parts(broadcast["model"], site), site.class_counts)
 
     def groups(self, clients: Iterable[ClientId]) -> list[list[ClientId]]:
         """The clients that are run together, the largest first: one by one, or stacks of equal size."""
@@ -121,6 +134,12 @@ class ClientHalf:
             before = [states[k] if k in states else self.method.init_client(broadcast) for k in clients]
             answers = stacked.run(self.method, broadcast, before, [self.site(k, round) for k in clients])
         return [Answer(*answer, round) for answer in answers]
+
+    def summand(self, client: ClientId, broadcast: Tree, update: Tree, round: int) -> Tree:
+        """What the client adds to a secure sum in place of its update."""
+        with same_bits_everywhere():
+            parts = self.method.parts(broadcast["model"], self.site(client, round))
+            return self.exchange.summand(tree.ordered(update), parts, self.federation.num_classes)
 
     def survey(self, clients: Sequence[ClientId]) -> Iterator[tuple[ClientId, Tree]]:
         for client in sorted(clients):

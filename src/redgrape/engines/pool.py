@@ -36,6 +36,7 @@ from redgrape.engines import Answer, ClientHalf, Lost, Split
 from redgrape.engines.shared_memory import Mailbox, SharedFederation
 from redgrape.errors import ConfigError, RedgrapeError
 from redgrape.evaluate import Scores
+from redgrape.exchange import Exchange
 from redgrape.method import ClientId, Method
 from redgrape.nets.net import Net
 from redgrape.tree import Tensors, Tree
@@ -69,7 +70,7 @@ class Pool:
     def _start(self) -> _Worker:
         ours, theirs = self._context.Pipe()
         half, inbox, outbox = self._half, Mailbox(self._room), Mailbox(self._room)
-        job = (half.method, self._shared, half.build, half.seed, half.rounds, half.device, half.stack)
+        job = (half.method, self._shared, half.build, half.seed, half.rounds, half.device, half.stack, half.exchange)
         process = self._context.Process(
             target=_serve, args=(theirs, inbox, outbox, *job), daemon=True, name="redgrape-worker"
         )
@@ -338,6 +339,7 @@ def _serve(
     rounds: int,
     device: torch.device,
     stack: int,
+    exchange: Exchange,
 ) -> None:
     """A worker's life."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the coordinator's business
@@ -346,7 +348,7 @@ def _serve(
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: do not outlive the parent
     threading.Thread(target=_end_with_coordinator, daemon=True).start()
     torch.set_num_threads(1)
-    half = ClientHalf(method, shared.federation(), build, seed, rounds, device, stack)
+    half = ClientHalf(method, shared.federation(), build, seed, rounds, device, stack, exchange)
     connection.send(("ready", None))
     payload: Any = None
     while True:

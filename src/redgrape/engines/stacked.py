@@ -20,6 +20,7 @@ from torch.func import functional_call, vmap
 
 from redgrape import tree
 from redgrape.errors import ConfigError
+from redgrape.local import holds_for_stacks
 from redgrape.method import ClientSite, Method
 from redgrape.nets.copies import new_net
 from redgrape.nets.net import Net
@@ -106,7 +107,7 @@ class _Length:
 
 def check(method: Method, net: Net) -> None:
     """Raise ConfigError where clients of this method, with this net, cannot be stacked."""
-    if not vars(type(method)).get("stacks", False):  # not inherited: a subclass may do what does not hold for stacks
+    if not holds_for_stacks(method):
         raise ConfigError(f"clients of the method '{type(method).__name__}' cannot be stacked; leave --stack out")
     if method.clip_norm is not None:
         raise ConfigError("clip_norm is the norm of one client's gradient; with it clients cannot be stacked")

@@ -8,15 +8,13 @@ from typing import Any
 
 import tomli_w
 
-from redgrape import durable, methods
+from redgrape import durable
 from redgrape.data.prepare import AT_SITES
 from redgrape.errors import ConfigError
 from redgrape.experiment import Experiment
 from redgrape.flower import certificates
 from redgrape.flower.certificates import Certificate, PrivateKey
 from redgrape.flower.folder import Deployment, DeployOptions, SiteOptions, is_everywhere, is_loopback, write_private
-
-PRIVATE_PRESET = "private"
 
 _APP = """\
 [build-system]
@@ -130,14 +128,18 @@ def create(path: Path, options: DeployOptions) -> None:
 def default_experiment(options: DeployOptions) -> dict[str, Any]:
     """RedGrape with floors. Outside of a secure sum, a gradient of fewer examples than classes can be solved for
     all of them. A round of one site alone would show its change of the model to all."""
-    presets = methods.load("redgrape").presets
-    private = {"preset": PRIVATE_PRESET} if PRIVATE_PRESET in presets else {}
     net = "cnn" if len(options.data.shape) == 3 and min(options.data.shape[1:]) >= 16 else "mlp"
     solvable = 1 if options.secure_aggregation or options.min_count == 1 else len(options.data.classes)
     floors = {"min_count": max(options.min_count, solvable), "min_clients": options.min_clients}
-    method = {"name": "redgrape", **private, **floors}
+    exchange = {"preset": "private", **floors}
     fewest = min(len(options.sites), 3 if len(options.sites) >= 5 else 2)
-    return {"rounds": 20, "min_answers": fewest, "net": {"name": net}, "method": method}
+    return {
+        "rounds": 20,
+        "min_answers": fewest,
+        "net": {"name": net},
+        "exchange": exchange,
+        "method": {"name": "redgrape"},
+    }
 
 
 def deployed(experiment: Experiment, options: DeployOptions) -> Experiment:

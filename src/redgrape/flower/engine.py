@@ -21,10 +21,11 @@ import torch
 
 import redgrape
 from redgrape import evaluate, tree
-from redgrape.acceptance import MOST_EXAMPLES, Declared, UpdateRejected, named_tensors
-from redgrape.engines import Answer, ClientHalf, Lost, ShareOfSum, Split
+from redgrape.data.federation import Declared
+from redgrape.engines import Answer, ClientHalf, Lost, Split, SumOfAnswers
 from redgrape.errors import TooFewClients
 from redgrape.evaluate import Scores
+from redgrape.exchange.checks import MOST_EXAMPLES, UpdateRejected, named_tensors
 from redgrape.experiment import Experiment
 from redgrape.flower import wire
 from redgrape.flower.federation import PartialFederation
@@ -33,7 +34,6 @@ from redgrape.flower.patience import within
 from redgrape.flower.wire import PROTOCOL, Header, Parts, Reply
 from redgrape.method import ClientId
 from redgrape.store import KEPT
-from redgrape.training import sum_refused
 from redgrape.tree import Tensors, Tree
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ class FlowerEngine:
         self._half, self._federation = half, half.federation
         self._grid, self._options, self._keys, self._say = grid, options, keys, say
         self._run, self._experiment = run, experiment.to_toml()
-        self._fewest = max(experiment.min_answers, half.method.fewest_answers())
+        self._fewest = max(experiment.min_answers, half.exchange.fewest_answers())
         self._at_once = max(self._fewest, FEWEST_IN_SUM if options.secure_aggregation else 1)  # to begin a round
         self._waited = False  # for all sites, as at the beginning of a run
         self._reach = KEPT * experiment.checkpoint_every + 1  # rounds that a resume may go back
@@ -96,7 +96,7 @@ class FlowerEngine:
 
     def run_clients(
         self, broadcast: Tree, clients: Sequence[ClientId], states: Mapping[ClientId, Tree], round: int
-    ) -> Iterator[tuple[ClientId, Answer | Lost]]:
+    ) -> Iterator[tuple[ClientId | None, Answer | SumOfAnswers | Lost]]:
         parts = {"broadcast": tree.to_bytes(broadcast)}
         questions: dict[ClientId, tuple[Header, Parts]] = {}
         for k in clients:
@@ -110,27 +110,21 @@ class FlowerEngine:
 
     def _sum_of_clients(
         self, questions: Mapping[ClientId, tuple[Header, Parts]], round: int
-    ) -> Iterator[tuple[ClientId, Answer | Lost]]:
-        """The clients' updates as a secure sum gives them: all alike."""
+    ) -> Iterator[tuple[ClientId | None, SumOfAnswers | Lost]]:
+        """The sum of the clients' updates, and who is not in it."""
         from redgrape.flower.secure_sum import SumFailed
 
         try:
             summed = self._sum("train", questions, self._options.deadlines.round, self._fewest)
-            dtype = self._half.build().classifier.weight.dtype
-            updates = self._half.method.stand_ins(summed.total, list(summed.answered), dtype)
         except SumFailed as failure:
             for k in questions:
                 blame = failure.lost.get(k)
                 yield k, Lost(f"there is no sum: {failure}{f' ({blame})' if blame else ''}")
             return
-        except UpdateRejected as reason:
-            raise sum_refused(round, reason) from reason
-        except (KeyError, RuntimeError) as error:  # the sites agree on tensors that are no updates of this method
-            raise sum_refused(round, UpdateRejected(f"it is no sum of updates ({error})")) from error
         for k, why in summed.lost.items():
             yield k, Lost(why)
-        for k, header in summed.answered.items():
-            yield k, ShareOfSum(updates[k], _state(header, round), round)
+        states = {k: _state(header, round) for k, header in summed.answered.items()}
+        yield None, SumOfAnswers(summed.total, states, round)
 
     def _sum(self, of: str, questions: Mapping[ClientId, tuple[Header, Parts]], seconds: float, fewest: int) -> Summed:
         """The secure sum of what sites answer to these questions. As long as too few are there to begin, they are

@@ -8,11 +8,11 @@ import json
 
 import torch
 
-from redgrape.acceptance import MOST_EXAMPLES, Declared
 from redgrape.data.augment import NO_AUGMENTATION, Augment
 from redgrape.data.examples import Examples
-from redgrape.data.federation import Federation, Groups
+from redgrape.data.federation import Declared, Federation, Groups
 from redgrape.errors import DataError
+from redgrape.exchange.checks import MOST_EXAMPLES
 from redgrape.flower.folder import DataAgreement
 
 

@@ -8,40 +8,63 @@ again before it answers, by its own site.toml.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from functools import partial
 from typing import TYPE_CHECKING
 
-from redgrape.class_reports import ClassReports
+import torch
+
+from redgrape import nets
+from redgrape.exchange import Exchange, Parts
+from redgrape.exchange.parts import class_rows
+from redgrape.experiment import Experiment
+from redgrape.method import Site
+from redgrape.training import exchanged
 
 if TYPE_CHECKING:
     from redgrape.flower.folder import DeployOptions, SiteOptions
-    from redgrape.method import Method
 
 
-def why_refused(method: Method, options: DeployOptions | SiteOptions) -> str | None:
-    """Why the method tells, or lets out, more than these options allow; None where it does not."""
-    if isinstance(method, ClassReports) and method.min_count < options.min_count:
+def why_refused(experiment: Experiment, options: DeployOptions | SiteOptions) -> str | None:
+    """Why the experiment discloses, or releases, more than the options allow, or cannot run by them; else None."""
+    method, exchange, data = experiment.method.create(), experiment.exchange, options.data
+    sites = options.sites if isinstance(options.sites, int) else len(options.sites)
+    build = partial(nets.build, experiment.net.name, data.shape, len(data.classes), experiment.seed)
+    site = Site(build, sites, len(data.classes), experiment.seed, 0, experiment.rounds, torch.device("cpu"))
+    parts, survey = exchanged(method, site)
+    summed = options.secure_aggregation
+    if reason := exchange.refuses(parts, single=method.needs_single(), surveys=bool(survey), summed=summed):
+        without = "; or set secure_aggregation=false in deploy.toml and every site.toml" if summed else ""
+        return f"method '{experiment.method.name}' cannot run so: {reason}{without}"
+    return _too_much(exchange, parts, survey, options)
+
+
+def _too_much(
+    exchange: Exchange, parts: Parts, survey: Iterable[str], options: DeployOptions | SiteOptions
+) -> str | None:
+    rows = class_rows(parts)
+    if rows and exchange.min_count < options.min_count:
         return (
-            f"method.min_count is {method.min_count}, and no site reports a class of which it holds fewer than "
+            f"exchange.min_count is {exchange.min_count}, and no site reports a class of which it holds fewer than "
             f"{options.min_count} examples (min_count in deploy.toml and site.toml); raise it"
         )
-    if isinstance(method, ClassReports) and method.reports_classes and method.min_clients < options.min_clients:
+    if rows and exchange.min_clients < options.min_clients:
         return (
-            f"method.min_clients is {method.min_clients}, and no class is released that fewer than "
+            f"exchange.min_clients is {exchange.min_clients}, and no class is released that fewer than "
             f"{options.min_clients} sites report (min_clients in deploy.toml and site.toml); raise it"
         )
-    if options.secure_aggregation:  # sites tell nothing but parts of sums
+    if options.secure_aggregation or options.min_count == 1:  # sites tell nothing but parts of sums, or anything
         return None
-    if isinstance(method, ClassReports) and method.reports_classes and options.min_count > 1:
-        solvable = method.solvable(len(options.data.classes))
-        if solvable >= method.min_count:
-            return (
-                f"class gradients of up to {solvable} examples can be solved for every one of them, and this method "
-                f"sends them from {method.min_count} on; raise method.min_count to "
-                f"{solvable + 1}, or use secure aggregation"
-            )
-    if options.min_count > 1 and (reason := method.why_class_counts()):
+    solvable = len(options.data.classes) - 1
+    if any(part.gradient for part in rows.values()) and solvable >= exchange.min_count:
         return (
-            f"{reason}, and sites tell of no class of which they hold fewer than {options.min_count} examples; or use "
-            "secure aggregation, or set min_count=1 in deploy.toml and every site.toml"
+            f"class gradients of up to {solvable} examples can be solved for every one of them, and this experiment "
+            f"sends them from {exchange.min_count} on; raise exchange.min_count to {solvable + 1}, or use secure "
+            "aggregation"
+        )
+    if asked := ", ".join(survey):
+        return (
+            f"the method asks every client for its {asked}, and sites tell of no class of which they hold fewer than "
+            f"{options.min_count} examples; use secure aggregation, or set min_count=1 in deploy.toml and every site.toml"
         )
     return None

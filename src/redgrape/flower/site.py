@@ -174,11 +174,11 @@ class Site:
         kind = str(header.get("of"))
         if kind not in ("train", "evaluate", "survey"):
             raise ConfigError(f"the server asks for a sum of {kind[:40]!r}, which is not known here")
-        method = self._half(header).method
-        if reason := method.why_not_summed():
-            raise ConfigError(f"the server's method cannot be summed: {reason}")
+        half = self._half(header)
         more, trees = self._question(kind)(header, parts)
-        return more, method.summand(trees["update"]) if kind == "train" else next(iter(trees.values()))
+        if kind != "train":
+            return more, next(iter(trees.values()))
+        return more, half.summand(self.index, _tree(parts, "broadcast"), trees["update"], int(header["round"]))
 
     def _half(self, header: Header) -> ClientHalf:
         """The client half of the method that the server's experiment names."""
@@ -190,7 +190,7 @@ class Site:
 
     def _client_half(self, experiment: Experiment) -> ClientHalf:
         method, options = experiment.method.create(), self.options
-        if reason := floors.why_refused(method, options):
+        if reason := floors.why_refused(experiment, options):
             raise ConfigError(f"this site does not take part in the server's experiment: {reason}")
         augment = augmentation(experiment.data, 1 + len(options.data.shape))
         train = replace(self.train, augment=augment)
@@ -198,7 +198,8 @@ class Site:
             options.data, options.sites, own=(self.index, train), test=self._judged if options.evaluates else None
         )
         build = partial(nets.build, experiment.net.name, options.data.shape, federation.num_classes, experiment.seed)
-        return ClientHalf(method, federation, build, experiment.seed, experiment.rounds, _CPU)
+        exchange = experiment.exchange
+        return ClientHalf(method, federation, build, experiment.seed, experiment.rounds, _CPU, exchange=exchange)
 
 
 def _for_the_server(error: Exception) -> str:

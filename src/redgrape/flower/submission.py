@@ -48,45 +48,31 @@ def check(experiment: Experiment, options: DeployOptions) -> None:
         raise ConfigError(
             "data.validation holds examples out at the server, which has none of the sites'; leave it out"
         )
-    if options.secure_aggregation:
-        _check_sums(experiment)
-    method, sites = experiment.method.create(), len(options.sites)
-    if reason := floors.why_refused(method, options):
+    if reason := floors.why_refused(experiment, options):
         raise ConfigError(reason)
+    sites, fewest = len(options.sites), FEWEST_IN_SUM if options.secure_aggregation else 1
     asked = experiment.clients_per_round or sites
     if not experiment.min_answers <= asked <= sites:
         raise ConfigError(
             f"there are {sites} sites, of which {asked} are asked in a round and {experiment.min_answers} must answer; "
             "lower clients_per_round or min_answers"
         )
-    method.check_clients(asked)
+    if asked < fewest:
+        raise ConfigError(
+            f"clients_per_round is {asked}, and a secure sum needs at least {fewest} sites; ask more, or none for all"
+        )
+    experiment.exchange.check_clients(asked)
 
 
 def lone_answers(experiment: Experiment, options: DeployOptions) -> str | None:
     """What to warn of where a round may be made of one site's answer. In a secure sum it cannot."""
-    fewest = max(experiment.min_answers, experiment.method.create().fewest_answers())
+    fewest = max(experiment.min_answers, experiment.exchange.fewest_answers())
     if options.secure_aggregation or fewest > 1:
         return None
     return (
         "min_answers is 1: where a single site answers in a round, all sites receive its change of the model as it is; "
         "set min_answers=2 or more"
     )
-
-
-def _check_sums(experiment: Experiment) -> None:
-    """Raise ConfigError where secure sums over the sites are not enough."""
-    if reason := experiment.method.create().why_not_summed():
-        able = [name for name in methods.names() if methods.load(name)().why_not_summed() is None]
-        raise ConfigError(
-            f"method '{experiment.method.name}' cannot run with secure aggregation: {reason}. With their defaults "
-            f"{', '.join(able)} can; or set secure_aggregation=false in deploy.toml and every site.toml"
-        )
-    asked = experiment.clients_per_round
-    if asked is not None and asked < FEWEST_IN_SUM:
-        raise ConfigError(
-            f"clients_per_round is {asked}, and a secure sum needs at least {FEWEST_IN_SUM} sites; ask more, or none "
-            "for all"
-        )
 
 
 class Submission:

@@ -18,9 +18,9 @@ import torch.nn.functional as F
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from redgrape import class_prior
-from redgrape.class_prior import PriorSource
-from redgrape.method import ClientId, ClientSite, ServerSite
+from redgrape.class_prior import Prior, PriorSource
+from redgrape.exchange import Received
+from redgrape.method import ClientSite, ServerSite
 from redgrape.methods.fedavg import FedAvg
 from redgrape.tree import Tensors, Tree
 
@@ -33,7 +33,6 @@ class BalancedSoftmax(FedAvg):
     )
 
     presets: ClassVar = {"paper": {}}
-    summable: ClassVar[bool] = True
     fidelity: ClassVar[str] = (
         "from a secondary source, which states its loss; the sources of the counts are ours, and `estimated` is an "
         "estimator of our own"
@@ -41,37 +40,28 @@ class BalancedSoftmax(FedAvg):
 
     @model_validator(mode="after")
     def _estimate_fits_training(self) -> Self:
-        class_prior.check(self.prior, self)
+        Prior(self.prior).check(self)
         return self
 
     def survey(self, site: ClientSite) -> Tree:
-        return class_prior.survey(self.prior, site)
+        return Prior(self.prior).survey(site)
 
-    def survey_like(self, site: ServerSite) -> Tree:
-        return class_prior.survey_like(self.prior, site)
-
-    def why_not_summed(self) -> str | None:
-        return class_prior.why_not_summed(self.prior) or super().why_not_summed()
-
-    def why_class_counts(self) -> str | None:
-        return class_prior.why_class_counts(self.prior)
-
-    def privacy(self) -> str:
-        return class_prior.privacy(self.prior)
+    def needs_single(self) -> str:
+        return Prior(self.prior).needs_single()
 
     def init_server(self, model: Tensors, site: ServerSite) -> Tree:
-        return {"model": model, "prior": class_prior.first_prior(self.prior, model, site)}
+        return {"model": model, "prior": Prior(self.prior).first(model, site)}
 
     def broadcast(self, server: Tree) -> Tree:
         return {"model": server["model"], "prior": server["prior"]}
 
     def criterion(self, broadcast: Tree, site: ClientSite) -> Callable[[Tensor, Tensor], Tensor]:
-        log_prior = class_prior.client_log_prior(self.prior, broadcast["prior"], site)
+        log_prior = Prior(self.prior).log(broadcast["prior"], site)
         return lambda z, y: F.cross_entropy(z + log_prior.to(z.dtype), y)
 
-    def server_update(self, server: Tree, updates: Mapping[ClientId, Tree], site: ServerSite) -> Tree:
-        prior = class_prior.next_prior(self.prior, server["prior"], updates.values(), self, site)
-        return {"model": self.averaged_model(server["model"], updates), "prior": prior}
+    def server_update(self, server: Tree, received: Received, site: ServerSite) -> Tree:
+        prior = Prior(self.prior).next(server["prior"], received, self, site)
+        return {"model": received.moved(server["model"], self.server_lr), "prior": prior}
 
-    def log(self, server: Tree, updates: Mapping[ClientId, Tree]) -> Mapping[str, Tensor]:
+    def log(self, server: Tree, received: Received) -> Mapping[str, Tensor]:
         return {"prior": server["prior"]}

@@ -11,26 +11,24 @@ it the weight of what the client changes.
             theta <- theta + eta_s sum_i n_i w_i / (sum_j n_j w_j) delta_i
             lambda_i <- clamp(lambda_i + eta_D (f_i - mean_j f_j - eps), 0, 100)    for the clients that answered
 
-An f_i beyond all that is plausible in its round counts as the largest that is. Still a client that claims a high loss
-in every round gets all the weight in the end: that is the method.
+The exchange caps an f_i that is not plausible in its round. Still a client that claims a high loss in every round gets
+all the weight in the end: that is the method.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import ClassVar, Self
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
-from pydantic import Field, model_validator
+from pydantic import Field
 from torch import Tensor
 
 from redgrape import tree
-from redgrape.acceptance import Declared, UpdateRejected
-from redgrape.aggregation import sample_weights
-from redgrape.method import ClientId, ClientSite, ServerSite
+from redgrape.exchange import Parts, Received, Scalar
+from redgrape.method import ClientSite, ServerSite, Site
 from redgrape.methods.fedavg import FedAvg
-from redgrape.plausible import most_loss
 from redgrape.tree import Tensors, Tree
 from redgrape.validation import LARGEST
 
@@ -38,7 +36,7 @@ _LARGEST_DUAL = 100.0
 _BATCH = 256
 
 
-class Climb(FedAvg):
+class CLIMB(FedAvg):
     """Weights clients up whose loss is above the average, by dual variables."""
 
     eps: float = Field(0.01, ge=0, le=LARGEST, description="how far above the average a loss may lie")
@@ -56,16 +54,12 @@ class Climb(FedAvg):
         "examples"
     )
 
-    assumes: ClassVar[str] = "the server knows who sends"
+    def parts(self, model: Tensors, site: Site) -> Parts:
+        f = Scalar(torch.zeros((), dtype=torch.float64), least=0.0, weighs=True)
+        return {**super().parts(model, site), "received_loss": f}
 
-    @model_validator(mode="after")
-    def _weights_are_claimed(self) -> Self:
-        if self.aggregation in ("norm_clipping", "multi_krum"):
-            raise ValueError(
-                f"aggregation is {self.aggregation}, which keeps CLIMB's weights, and a client gets any weight by the "
-                "loss that it claims; choose median or trimmed_mean"
-            )
-        return self
+    def needs_single(self) -> str:
+        return "the server weighs each client by a dual variable of its own"
 
     def init_server(self, model: Tensors, site: ServerSite) -> Tree:
         return {"model": model, "dual": torch.zeros(site.num_clients, dtype=torch.float64)}
@@ -84,32 +78,17 @@ class Climb(FedAvg):
             total += F.cross_entropy(z.double(), site.data.labels[rows], reduction="sum")
         return total / len(site.data)
 
-    def update_like(self, server: Tree, site: ServerSite) -> Tree:
-        return {**super().update_like(server, site), "received_loss": torch.zeros((), dtype=torch.float64)}
-
-    def check_update(self, update: Tree, like: Tree, declared: Declared | None, site: ServerSite) -> None:
-        super().check_update(update, like, declared, site)
-        if float(update["received_loss"]) < 0:
-            raise UpdateRejected(
-                f"'received_loss' is {float(update['received_loss'])}; a cross-entropy is not negative"
-            )
-
-    def why_not_summed(self) -> str:
-        return "its server weighs every client by a dual variable of its own"
-
-    def server_update(self, server: Tree, updates: Mapping[ClientId, Tree], site: ServerSite) -> Tree:
-        answers = list(updates.values())
-        clients = torch.tensor(list(updates))
-        counts = sample_weights(answers)
+    def server_update(self, server: Tree, received: Received, site: ServerSite) -> Tree:
+        clients = torch.tensor(received.clients)
+        counts = [float(n) for n in received.each("count").values()]
         weights = client_weights(server["dual"], clients, counts)
-        moved = tree.add(server["model"], self.mean_delta(answers, weights), self.server_lr)
-        f = torch.stack([u["received_loss"] for u in answers])
-        f = f.clamp(max=most_loss(f.tolist(), site.num_classes))
+        moved = tree.add(server["model"], received.mean("delta", weights), self.server_lr)
+        f = torch.stack(list(received.each("received_loss").values()))
         dual = server["dual"].clone()
         dual[clients] = (dual[clients] + self.dual_lr * (f - f.mean() - self.eps)).clamp(0, _LARGEST_DUAL)
-        return {"model": {**moved, **self.mean_buffers(answers, counts)}, "dual": dual}
+        return {"model": {**moved, **received.statistics()}, "dual": dual}
 
-    def log(self, server: Tree, updates: Mapping[ClientId, Tree]) -> Mapping[str, Tensor]:
+    def log(self, server: Tree, received: Received) -> Mapping[str, Tensor]:
         return {"dual": server["dual"]}
 
 

@@ -15,32 +15,31 @@ deployed model is the averaged encoder with psi.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, Literal
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
-from redgrape.acceptance import class_rows
-from redgrape.class_prior import class_counts
-from redgrape.class_reports import PRIVATE, ClassReports, contributors
 from redgrape.class_sampling import at_most
-from redgrape.classifier_gradients import class_mean_gradients
+from redgrape.classifier_gradients import (
+    class_mean_gradients,
+    classifier_of,
+    encoded,
+    fresh_classifier,
+    gradient_rows,
+    local_class_gradients,
+)
 from redgrape.errors import ConfigError
-from redgrape.features import features as encode
-from redgrape.features import never_negative
+from redgrape.exchange import Parts, Received
 from redgrape.gradient_matching import Distance, match
-from redgrape.method import ClientId, ClientSite, ServerSite
+from redgrape.method import ClientSite, ServerSite, Site
 from redgrape.methods.fedavg import FedAvg
-from redgrape.nets.net import Net
 from redgrape.tree import Tensors, Tree
 from redgrape.validation import LARGEST
 
-_BATCH = 256
 
-
-class Creff(ClassReports, FedAvg):
+class CReFF(FedAvg):
     """The server re-trains the classifier on features whose gradients match the clients'."""
 
     features_per_class: int = Field(100, ge=1, le=10**6, description="federated features of each class")
@@ -69,7 +68,6 @@ class Creff(ClassReports, FedAvg):
             "deployed_bias": "head",
             "clip_norm": 1.0,
         },
-        "private": PRIVATE,
     }
     fidelity: ClassVar[str] = (
         "from the authors' code read at second hand; its DSA augmentation of the gradient draws is not here: they get "
@@ -77,22 +75,9 @@ class Creff(ClassReports, FedAvg):
     )
 
     cheap: ClassVar = {"retrain_epochs": 2, "match_steps": 2, "features_per_class": 3}
-    assumes: ClassVar[str] = "class presence may be seen"
-    summable: ClassVar[bool] = True
-    class_group: ClassVar[str] = "class_gradients"
 
-    def privacy(self) -> str:
-        single = (
-            "and, where it has one example of a class, that example's feature vector; of fewer examples than there are "
-            "classes, all of theirs"
-            if self.min_count == 1
-            else f"(they were sent from {self.min_count} examples of a class on) and, where it has fewer examples of "
-            "it than there are classes, their feature vectors"
-        )
-        return (
-            "In CReFF a client also sends the classifier's gradient on each of its classes. These expose which classes "
-            f"a client holds {single}. The gradients are not in this folder."
-        )
+    def parts(self, model: Tensors, site: Site) -> Parts:
+        return {**super().parts(model, site), "class_gradients": gradient_rows(model, site)}
 
     def init_server(self, model: Tensors, site: ServerSite) -> Tree:
         if "classifier.bias" not in model:
@@ -102,7 +87,7 @@ class Creff(ClassReports, FedAvg):
         noise = torch.empty(C, self.features_per_class, d, dtype=weight.dtype)
         return {
             "model": model,
-            "psi": _fresh_linear(C, d, weight.dtype, site.generator("first psi")),
+            "psi": fresh_classifier(classifier_of(model), site.generator("first psi")),
             "head": _classifier(model),
             "features": noise.normal_(generator=site.generator("federated features")),
         }
@@ -120,45 +105,35 @@ class Creff(ClassReports, FedAvg):
         """g_{k,c} of the classes that the client reports, at the received encoder in evaluation mode and psi."""
         net = site.load(broadcast["model"])
         net.classifier.load_state_dict(broadcast["psi"])
-        labels, reported = site.data.labels, self.reported(class_counts(site))
-        classes = reported.nonzero().flatten()
-        view = None
         if self.gradient_draw == "all":
-            draws = [torch.arange(len(labels))]
-        else:
-            random, view = site.generator("gradient draws"), site.generator("gradient view")
-            draws = [at_most(32, labels, random) for _ in range(10)]
+            return local_class_gradients(net, site)
+        labels, classes = site.data.labels, site.reported.nonzero().flatten()
+        random, view = site.generator("gradient draws"), site.generator("gradient view")
+        draws = [at_most(32, labels, random) for _ in range(10)]
         means = [
-            class_mean_gradients(net.classifier, _encoded(net, rows, view, site), classes.to(site.device))
-            for rows in (rows[reported[labels[rows]]] for rows in draws)
+            class_mean_gradients(net.classifier, encoded(net, site, rows, view), classes.to(site.device))
+            for rows in (rows[site.reported[labels[rows]]] for rows in draws)
         ]
         mean = {name: torch.stack([m[name] for m in means]).mean(dim=0).cpu() for name in means[0]}
         return {"classes": classes, **mean}
 
-    def update_like(self, server: Tree, site: ServerSite) -> Tree:
-        signed = never_negative(site.load(server["model"]).encoder)
-        rows = class_rows(server["psi"], gradients=True, signed=signed)
-        return {**super().update_like(server, site), "class_gradients": rows}
-
-    def server_update(self, server: Tree, updates: Mapping[ClientId, Tree], site: ServerSite) -> Tree:
-        averaged = self.averaged_model(self.broadcast(server)["model"], updates)
+    def server_update(self, server: Tree, received: Received, site: ServerSite) -> Tree:
+        averaged = received.moved(self.broadcast(server)["model"], self.server_lr)
         psi: Tensors = server["psi"]
-        sent = [u["class_gradients"] for u in updates.values()]
-        means, held = self.mean_over_holders(sent, psi)
-        classes = (held & (contributors(sent, len(held)) >= self.min_clients)).nonzero().flatten()
-        target = {name: g[classes] for name, g in means.items()}
+        table, released = received.table("class_gradients")
+        classes = released.nonzero().flatten()
         features = server["features"].clone()
         features[classes] = match(
             features[classes],
             classes,
             psi["weight"],
             psi["bias"],
-            target,
+            {name: g[classes] for name, g in table.items()},
             self.match_distance,
             self.match_steps,
             self.match_lr,
         )
-        psi = self._retrained(features, site)
+        psi = self._retrained(features, psi, site)
         deployed: dict[str, Any] = {
             **averaged,
             "classifier.weight": psi["weight"].clone(),
@@ -166,11 +141,7 @@ class Creff(ClassReports, FedAvg):
         }
         return {"model": deployed, "psi": psi, "head": _classifier(averaged), "features": features}
 
-    def log(self, server: Tree, updates: Mapping[ClientId, Tree]) -> Mapping[str, Tensor]:
-        sent = [update["class_gradients"] for update in updates.values()]
-        return {"class_contributors": contributors(sent, len(server["psi"]["bias"]))}
-
-    def _retrained(self, features: Tensor, site: ServerSite) -> Tensors:
+    def _retrained(self, features: Tensor, like: Tensors, site: ServerSite) -> Tensors:
         """A fresh linear classifier trained on the features by plain sgd, with the gradient in closed form.
 
         The steps are many and tiny, so their number of calls counts: the bias is a column of W for a feature that is
@@ -179,7 +150,7 @@ class Creff(ClassReports, FedAvg):
         C, n, d = features.shape
         lr = self.learning_rate(site) if self.retrain_lr is None else self.retrain_lr
         random = site.generator("re-training")
-        start = _fresh_linear(C, d, features.dtype, random)
+        start = fresh_classifier(like, random)
         W = torch.cat([start["weight"], start["bias"][:, None]], dim=1)
         h = torch.cat([features.reshape(C * n, d), torch.ones(C * n, 1, dtype=features.dtype)], dim=1)
         target = torch.eye(C, dtype=features.dtype).repeat_interleave(n, dim=1)  # [C, C n]
@@ -194,22 +165,6 @@ class Creff(ClassReports, FedAvg):
         return {"weight": W[:, :d].clone(), "bias": W[:, d].clone()}
 
 
-def _fresh_linear(C: int, d: int, dtype: torch.dtype, random: torch.Generator) -> Tensors:
-    """A linear classifier as nn.Linear starts one: uniform within 1 / sqrt(d)."""
-    bound = d**-0.5
-    return {
-        "weight": torch.empty(C, d, dtype=dtype).uniform_(-bound, bound, generator=random),
-        "bias": torch.empty(C, dtype=dtype).uniform_(-bound, bound, generator=random),
-    }
-
-
 def _classifier(model: Tensors) -> Tensors:
     """A copy of the model's classifier, since no two leaves of a tree may share memory."""
     return {name: model[f"classifier.{name}"].clone() for name in ("weight", "bias")}
-
-
-def _encoded(net: Net, rows: Tensor, view: torch.Generator | None, site: ClientSite) -> Iterator[tuple[Tensor, Tensor]]:
-    """Features and labels of these rows, augmented by `view` where there is one."""
-    for batch in rows.split(_BATCH):
-        x = site.inputs(batch, net.classifier.weight.dtype, view)
-        yield encode(net.encoder, x, "running"), site.data.labels[batch].to(site.device)

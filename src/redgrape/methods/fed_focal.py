@@ -17,6 +17,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from redgrape.local import stackable
 from redgrape.method import ClientSite
 from redgrape.methods.fedavg import FedAvg
 from redgrape.tree import Tree
@@ -28,14 +29,12 @@ class FedFocal(FedAvg):
 
     gamma: float = Field(2.0, ge=0, le=LARGEST, description="how much less an easy example counts")
 
-    stacks: ClassVar[bool] = True
-    noised: ClassVar[bool] = True
-    summable: ClassVar[bool] = True
     fidelity: ClassVar[str] = (
         "the loss as RedGrape's paper states and uses it; the original also selects clients, from what we know of it "
         "at second hand, and that part is not here"
     )
 
+    @stackable
     def criterion(self, broadcast: Tree, site: ClientSite) -> Callable[[Tensor, Tensor], Tensor]:
         return lambda z, y: focal_loss(z, y, self.gamma)
 

@@ -15,28 +15,26 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from redgrape import tree
-from redgrape.aggregation import Averaging, client_report, sample_weights
-from redgrape.method import ClientId, ClientSite, Method, ServerSite
+from redgrape.exchange import Parts, Received
+from redgrape.local import stackable
+from redgrape.method import ClientSite, Method, ServerSite, Site
 from redgrape.tree import Tensors, Tree
 
 
-class FedAvg(Averaging, Method):
+class FedAvg(Method):
     """Federated averaging of models trained with the cross-entropy loss."""
 
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         "paper": {},
         "released": {"clip_norm": 1.0},  # the released RedGrape code clips the gradient in every method
     }
-
-    stacks: ClassVar[bool] = True
-    noised: ClassVar[bool] = True
-    summable: ClassVar[bool] = True
     fidelity: ClassVar[str] = "from RedGrape's paper, Eq. (2), without its factor 1/|C|, which would shrink every step"
+
+    def parts(self, model: Tensors, site: Site) -> Parts:
+        return self.training_parts(model, site)
 
     def init_server(self, model: Tensors, site: ServerSite) -> Tree:
         return {"model": model}
@@ -44,36 +42,24 @@ class FedAvg(Averaging, Method):
     def broadcast(self, server: Tree) -> Tree:
         return {"model": server["model"]}
 
+    @stackable
     def client_update(self, broadcast: Tree, state: Tree, site: ClientSite) -> tuple[Tree, Tree]:
         net = self.load_for_training(broadcast["model"], site)
         criterion = self.criterion(broadcast, site)
         optimizer = self.make_optimizer(net.parameters(), site)
-        total = torch.zeros((), dtype=net.classifier.weight.dtype, device=site.device)
+        losses = self.losses(net, site)
         for x, y in self.batches(site, net):
             optimizer.zero_grad()
             loss = criterion(net(x), y)
             loss.backward()
             self.step(optimizer)
-            total += loss.detach() * len(y)
-        mean_loss = total / (self.epochs * len(site.data))
-        return client_report(net, broadcast["model"], len(site.data), mean_loss), state
+            losses.add(loss, y)
+        return self.report(net, broadcast["model"], losses, site), state
 
-    def update_like(self, server: Tree, site: ServerSite) -> Tree:
-        net = self.trainable(server["model"], site)
-        return client_report(net, server["model"], 0, torch.zeros((), dtype=net.classifier.weight.dtype))
-
+    @stackable
     def criterion(self, broadcast: Tree, site: ClientSite) -> Callable[[Tensor, Tensor], Tensor]:
         """The loss of a batch's logits and labels; methods that only change the loss change this."""
         return F.cross_entropy
 
-    def server_update(self, server: Tree, updates: Mapping[ClientId, Tree], site: ServerSite) -> Tree:
-        return {"model": self.averaged_model(server["model"], updates, site)}
-
-    def averaged_model(
-        self, model: Tensors, updates: Mapping[ClientId, Tree], site: ServerSite | None = None
-    ) -> Tensors:
-        """theta + eta_s sum_k n_k / (sum_i n_i) delta_k; buffers are averaged plainly."""
-        answers = list(updates.values())
-        weights = sample_weights(answers)
-        moved = tree.add(model, self.mean_delta(answers, weights, site=site), self.server_lr)
-        return {**moved, **self.mean_buffers(answers, weights)}
+    def server_update(self, server: Tree, received: Received, site: ServerSite) -> Tree:
+        return {"model": received.moved(server["model"], self.server_lr)}

@@ -9,14 +9,14 @@ server treats it as a gradient and steps along its running sum. With beta = 0 it
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import ClassVar
 
 from pydantic import Field
 
 from redgrape import tree
-from redgrape.aggregation import sample_weights, zeros_like_parameters
-from redgrape.method import ClientId, ServerSite
+from redgrape.exchange import Received
+from redgrape.local import zeros_like_parameters
+from redgrape.method import ServerSite
 from redgrape.methods.fedavg import FedAvg
 from redgrape.tree import Tensors, Tree
 
@@ -27,9 +27,6 @@ class FedAvgM(FedAvg):
     beta: float = Field(0.9, ge=0, lt=1, description="momentum of the server")
 
     presets: ClassVar = {"paper": {}}
-    stacks: ClassVar[bool] = True
-    noised: ClassVar[bool] = True
-    summable: ClassVar[bool] = True
     fidelity: ClassVar[str] = (
         "from a secondary source, which states its update; later work also uses beta 0.97 (CReFF) and 0.2 (FEDIC)"
     )
@@ -37,10 +34,8 @@ class FedAvgM(FedAvg):
     def init_server(self, model: Tensors, site: ServerSite) -> Tree:
         return {"model": model, "velocity": zeros_like_parameters(model, site)}
 
-    def server_update(self, server: Tree, updates: Mapping[ClientId, Tree], site: ServerSite) -> Tree:
-        answers = list(updates.values())
-        weights = sample_weights(answers)
-        delta = self.mean_delta(answers, weights, site=site)
+    def server_update(self, server: Tree, received: Received, site: ServerSite) -> Tree:
+        delta = received.mean("delta")
         velocity = {name: self.beta * v + delta[name] if name in delta else v for name, v in server["velocity"].items()}
         moved = tree.add(server["model"], {name: velocity[name] for name in delta}, self.server_lr)
-        return {"model": {**moved, **self.mean_buffers(answers, weights)}, "velocity": velocity}
+        return {"model": {**moved, **received.statistics()}, "velocity": velocity}

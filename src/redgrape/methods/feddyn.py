@@ -10,7 +10,6 @@ conditions hold at the common model. The clients keep the linear term g_k, the s
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import ClassVar
 
 import torch
@@ -18,8 +17,9 @@ import torch.nn.functional as F
 from pydantic import Field
 
 from redgrape import tree
-from redgrape.aggregation import client_report, sample_weights, zeros_like_parameters
-from redgrape.method import ClientId, ClientSite, ServerSite
+from redgrape.exchange import Parts, Received
+from redgrape.local import stackable, zeros_like_parameters
+from redgrape.method import ClientSite, ServerSite, Site
 from redgrape.methods.fedavg import FedAvg
 from redgrape.tree import Tensors, Tree
 from redgrape.validation import LARGEST
@@ -28,18 +28,19 @@ from redgrape.validation import LARGEST
 class FedDyn(FedAvg):
     """A dynamic regulariser at every client makes local optima agree with the global one."""
 
-    a: float = Field(0.01, ge=1e-9, le=LARGEST, description="strength of the regulariser (alpha in the paper)")
+    alpha: float = Field(0.01, ge=1e-9, le=LARGEST, description="strength of the regulariser")
     momentum: float = Field(0.0, ge=0, lt=1, description="momentum of sgd; the paper has none")
 
     server_lr: float = Field(1.0, ge=1, le=1, description="the method has no such factor: 1")
 
     presets: ClassVar = {"paper": {}}
-    stacks: ClassVar[bool] = True
-    summable: ClassVar[bool] = True
     fidelity: ClassVar[str] = (
         "from a secondary source, which states its algorithm; the authors' code scales a by the client's share of the "
         "data and evaluates the clients' mean"
     )
+
+    def parts(self, model: Tensors, site: Site) -> Parts:
+        return self.training_parts(model, site, weights="alike")
 
     def init_server(self, model: Tensors, site: ServerSite) -> Tree:
         return {"model": model, "h": zeros_like_parameters(model, site)}
@@ -47,34 +48,30 @@ class FedDyn(FedAvg):
     def broadcast(self, server: Tree) -> Tree:
         return {"model": server["model"]}
 
+    @stackable
     def client_update(self, broadcast: Tree, state: Tree, site: ClientSite) -> tuple[Tree, Tree]:
         net = self.load_for_training(broadcast["model"], site)
         anchor = {name: p.detach().clone() for name, p in net.named_parameters()}
         g = state.get("g", {name: torch.zeros_like(p, device="cpu") for name, p in anchor.items()})
         linear = {name: t.to(site.device) for name, t in g.items()}
         optimizer = self.make_optimizer(net.parameters(), site)
-        total = torch.zeros((), dtype=net.classifier.weight.dtype, device=site.device)
+        losses = self.losses(net, site)
         for x, y in self.batches(site, net):
             optimizer.zero_grad()
             loss = F.cross_entropy(net(x), y)
             loss.backward()
             for name, p in net.named_parameters():
                 if p.grad is not None:
-                    p.grad.add_(p.detach() - anchor[name], alpha=self.a).sub_(linear[name])
+                    p.grad.add_(p.detach() - anchor[name], alpha=self.alpha).sub_(linear[name])
             self.step(optimizer)
-            total += loss.detach() * len(y)
-        update = client_report(net, broadcast["model"], len(site.data), total / (self.epochs * len(site.data)))
-        return update, {"g": tree.add(g, update["delta"], -self.a)}
+            losses.add(loss, y)
+        update = self.report(net, broadcast["model"], losses, site)
+        return update, {"g": tree.add(g, update["delta"], -self.alpha)}
 
-    def update_like(self, server: Tree, site: ServerSite) -> Tree:
-        return super().update_like(server, site)  # the clients send what FedAvg's do, and no more
-
-    def counts_alike(self, group: str) -> bool:
-        return group.startswith("delta")
-
-    def server_update(self, server: Tree, updates: Mapping[ClientId, Tree], site: ServerSite) -> Tree:
-        answers = list(updates.values())
-        mean = self.mean_delta(answers, [1.0] * len(answers))
-        h = tree.add(server["h"], mean, -self.a * len(answers) / site.num_clients)
-        moved = tree.add(tree.add(server["model"], mean, self.server_lr), {name: h[name] for name in mean}, -1 / self.a)
-        return {"model": {**moved, **self.mean_buffers(answers, sample_weights(answers))}, "h": h}
+    def server_update(self, server: Tree, received: Received, site: ServerSite) -> Tree:
+        mean = received.mean("delta")
+        h = tree.add(server["h"], mean, -self.alpha * len(received.clients) / site.num_clients)
+        moved = tree.add(
+            tree.add(server["model"], mean, self.server_lr), {name: h[name] for name in mean}, -1 / self.alpha
+        )
+        return {"model": {**moved, **received.statistics()}, "h": h}

@@ -15,7 +15,7 @@ examples a class, which no client then holds.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import ClassVar
 
 import torch
@@ -25,14 +25,15 @@ from torch import Tensor
 
 from redgrape import keys, tree
 from redgrape.evaluate import BATCH
-from redgrape.method import ClientId, ServerSite
+from redgrape.exchange import Received
+from redgrape.method import ServerSite
 from redgrape.methods.fedavg import FedAvg
 from redgrape.nets.net import Net
 from redgrape.tree import Tensors, Tree
 from redgrape.validation import LARGEST
 
 
-class Fedic(FedAvg):
+class FEDIC(FedAvg):
     """Distils a calibrated ensemble of the clients' models into the average (needs auxiliary data)."""
 
     server_steps: int = Field(
@@ -58,15 +59,16 @@ class Fedic(FedAvg):
         C, d = model["classifier.weight"].shape
         return {"model": model, "calibration": first_calibration(C, d, model["classifier.weight"].dtype)}
 
-    def why_not_summed(self) -> str:
-        return "its server runs every client's own model"
+    def needs_single(self) -> str:
+        return "the server runs each client's own model"
 
-    def server_update(self, server: Tree, updates: Mapping[ClientId, Tree], site: ServerSite) -> Tree:
-        averaged = self.averaged_model(server["model"], updates)
+    def server_update(self, server: Tree, received: Received, site: ServerSite) -> Tree:
+        averaged = received.moved(server["model"], self.server_lr)
         y = site.auxiliary_set().labels.to(site.device)
+        deltas = received.each("delta")
         clients = [
-            _outputs(site.load({**tree.add(server["model"], u["delta"]), **u.get("buffers", {})}), site)
-            for u in updates.values()
+            _outputs(site.load({**tree.add(server["model"], delta), **statistics}), site)
+            for delta, statistics in zip(deltas.values(), received.each("buffers").values(), strict=True)
         ]
         z = torch.stack([logits for logits, _ in clients])  # [clients, n, C]
         h = torch.stack([features for _, features in clients]).mean(dim=0)  # [n, d]

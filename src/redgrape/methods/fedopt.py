@@ -13,15 +13,15 @@ correction; the clients count alike, as in the paper's Algorithm 2; buffers are 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import ClassVar, Literal
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
-from redgrape.aggregation import sample_weights, zeros_like_parameters
-from redgrape.method import ClientId, ServerSite
+from redgrape.exchange import Parts, Received
+from redgrape.local import zeros_like_parameters
+from redgrape.method import ServerSite, Site
 from redgrape.methods.fedavg import FedAvg
 from redgrape.tree import Tensors, Tree
 from redgrape.validation import LARGEST
@@ -44,9 +44,6 @@ class FedOpt(FedAvg):
         "adagrad": {"server_optimizer": "adagrad", "beta_1": 0.0},
         "yogi": {"server_optimizer": "yogi"},
     }
-    stacks: ClassVar[bool] = True
-    noised: ClassVar[bool] = True
-    summable: ClassVar[bool] = True
     fidelity: ClassVar[str] = (
         "from a secondary source, which states the three updates; the paper searches eta_s per task, and 0.01 is what "
         "others found for CIFAR-100"
@@ -56,20 +53,17 @@ class FedOpt(FedAvg):
         m = zeros_like_parameters(model, site)
         return {"model": model, "m": m, "v": {name: torch.full_like(t, self.tau**2) for name, t in m.items()}}
 
-    def counts_alike(self, group: str) -> bool:
-        return group == "delta" and self.client_weights == "uniform"
+    def parts(self, model: Tensors, site: Site) -> Parts:
+        return self.training_parts(model, site, "alike" if self.client_weights == "uniform" else "examples")
 
-    def server_update(self, server: Tree, updates: Mapping[ClientId, Tree], site: ServerSite) -> Tree:
-        answers = list(updates.values())
-        counts = sample_weights(answers)
-        weights = counts if self.client_weights == "count" else [1.0] * len(answers)
-        delta = self.mean_delta(answers, weights, site=site)
+    def server_update(self, server: Tree, received: Received, site: ServerSite) -> Tree:
+        delta = received.mean("delta")
         model, m, v = dict(server["model"]), dict(server["m"]), dict(server["v"])
         for name, d in delta.items():
             m[name] = self.beta_1 * m[name] + (1 - self.beta_1) * d
             v[name] = self._second_moment(v[name], d.square())
             model[name] = model[name] + self.server_lr * m[name] / (v[name].sqrt() + self.tau)
-        return {"model": {**model, **self.mean_buffers(answers, counts)}, "m": m, "v": v}
+        return {"model": {**model, **received.statistics()}, "m": m, "v": v}
 
     def _second_moment(self, v: Tensor, squared: Tensor) -> Tensor:
         match self.server_optimizer:

@@ -11,12 +11,11 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-import torch
 import torch.nn.functional as F
 from pydantic import Field
 
-from redgrape.aggregation import client_report
-from redgrape.method import ClientSite, ServerSite
+from redgrape.local import stackable
+from redgrape.method import ClientSite
 from redgrape.methods.fedavg import FedAvg
 from redgrape.tree import Tree
 from redgrape.validation import LARGEST
@@ -31,21 +30,16 @@ class FedProx(FedAvg):
         "paper": {},
         "released": {"mu": 0.1, "clip_norm": 1.0},  # what RedGrape's released code adds to every method by default
     }
-    stacks: ClassVar[bool] = True
-    noised: ClassVar[bool] = True
-    summable: ClassVar[bool] = True
     fidelity: ClassVar[str] = (
         "from a secondary source, which states its term; the paper searches mu in 0.001 to 1, and 0.01 is our default"
     )
 
-    def update_like(self, server: Tree, site: ServerSite) -> Tree:
-        return super().update_like(server, site)  # the clients send what FedAvg's do, and no more
-
+    @stackable
     def client_update(self, broadcast: Tree, state: Tree, site: ClientSite) -> tuple[Tree, Tree]:
         net = self.load_for_training(broadcast["model"], site)
         anchor = {name: p.detach().clone() for name, p in net.named_parameters()}
         optimizer = self.make_optimizer(net.parameters(), site)
-        total = torch.zeros((), dtype=net.classifier.weight.dtype, device=site.device)
+        losses = self.losses(net, site)
         for x, y in self.batches(site, net):
             optimizer.zero_grad()
             loss = F.cross_entropy(net(x), y)
@@ -54,6 +48,5 @@ class FedProx(FedAvg):
                 if p.grad is not None:
                     p.grad.add_(p.detach() - anchor[name], alpha=self.mu)  # the gradient of the proximal term
             self.step(optimizer)
-            total += loss.detach() * len(y)
-        mean_loss = total / (self.epochs * len(site.data))
-        return client_report(net, broadcast["model"], len(site.data), mean_loss), state
+            losses.add(loss, y)
+        return self.report(net, broadcast["model"], losses, site), state

@@ -18,10 +18,10 @@ import torch.nn.functional as F
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from redgrape import class_prior
-from redgrape.class_prior import PriorSource
+from redgrape.class_prior import Prior, PriorSource, post_hoc_shift
 from redgrape.errors import ConfigError
-from redgrape.method import ClientId, ClientSite, ServerSite
+from redgrape.exchange import Received
+from redgrape.method import ClientSite, ServerSite
 from redgrape.methods.fedavg import FedAvg
 from redgrape.tree import Tensors, Tree
 from redgrape.validation import LARGEST
@@ -39,7 +39,6 @@ class LogitAdjustment(FedAvg):
     )
 
     presets: ClassVar = {"paper": {}}
-    summable: ClassVar[bool] = True
     fidelity: ClassVar[str] = (
         "from a secondary source, which states its loss and its post-hoc rule; the sources of the prior are ours, and "
         "`estimated` is an estimator of our own"
@@ -47,7 +46,7 @@ class LogitAdjustment(FedAvg):
 
     @model_validator(mode="after")
     def _prior_is_to_be_had(self) -> Self:
-        class_prior.check(self.prior, self)
+        Prior(self.prior).check(self)
         if self.stage == "post_hoc" and self.prior == "local":
             raise ValueError(
                 "stage is post_hoc with a local prior; the server has no counts: choose global or estimated"
@@ -55,32 +54,23 @@ class LogitAdjustment(FedAvg):
         return self
 
     def survey(self, site: ClientSite) -> Tree:
-        return class_prior.survey(self.prior, site)
+        return Prior(self.prior).survey(site)
 
-    def survey_like(self, site: ServerSite) -> Tree:
-        return class_prior.survey_like(self.prior, site)
-
-    def why_not_summed(self) -> str | None:
-        return class_prior.why_not_summed(self.prior) or super().why_not_summed()
-
-    def why_class_counts(self) -> str | None:
-        return class_prior.why_class_counts(self.prior)
-
-    def privacy(self) -> str:
-        return class_prior.privacy(self.prior)
+    def needs_single(self) -> str:
+        return Prior(self.prior).needs_single()
 
     def init_server(self, model: Tensors, site: ServerSite) -> Tree:
         if self.stage == "post_hoc" and _BIAS not in model:
             raise ConfigError(
                 "stage=post_hoc shifts the classifier's bias, and this net has none; choose stage=training"
             )
-        return self._server(model, class_prior.first_prior(self.prior, model, site))
+        return self._server(model, Prior(self.prior).first(model, site))
 
     def _server(self, model: Tensors, prior: Tensor) -> dict[str, Any]:
         """The deployed model has the shifted bias; the bias that training goes on with stands beside it."""
         if self.stage == "training":
             return {"model": model, "prior": prior}
-        shift = self.tau * class_prior.post_hoc_shift(prior).to(model[_BIAS].dtype)
+        shift = self.tau * post_hoc_shift(prior).to(model[_BIAS].dtype)
         return {"model": {**model, _BIAS: model[_BIAS] - shift}, "prior": prior, "trained_bias": model[_BIAS]}
 
     def broadcast(self, server: Tree) -> Tree:
@@ -91,15 +81,15 @@ class LogitAdjustment(FedAvg):
     def criterion(self, broadcast: Tree, site: ClientSite) -> Callable[[Tensor, Tensor], Tensor]:
         if self.stage == "post_hoc":
             return F.cross_entropy
-        shift = self.tau * class_prior.client_log_prior(self.prior, broadcast["prior"], site)
+        shift = self.tau * Prior(self.prior).log(broadcast["prior"], site)
         return lambda z, y: F.cross_entropy(z + shift.to(z.dtype), y)
 
-    def server_update(self, server: Tree, updates: Mapping[ClientId, Tree], site: ServerSite) -> Tree:
-        prior = class_prior.next_prior(self.prior, server["prior"], updates.values(), self, site)
+    def server_update(self, server: Tree, received: Received, site: ServerSite) -> Tree:
+        prior = Prior(self.prior).next(server["prior"], received, self, site)
         model = server["model"] if self.stage == "training" else _with_trained_bias(server)
-        return self._server(self.averaged_model(model, updates), prior)
+        return self._server(received.moved(model, self.server_lr), prior)
 
-    def log(self, server: Tree, updates: Mapping[ClientId, Tree]) -> Mapping[str, Tensor]:
+    def log(self, server: Tree, received: Received) -> Mapping[str, Tensor]:
         return {"prior": server["prior"]}
 
 

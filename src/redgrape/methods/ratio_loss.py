@@ -23,8 +23,9 @@ from pydantic import Field
 from torch import Tensor
 
 from redgrape import keys
+from redgrape.exchange import Received
 from redgrape.features import batchnorms
-from redgrape.method import ClientId, ClientSite, ServerSite
+from redgrape.method import ClientSite, ServerSite
 from redgrape.methods.fedavg import FedAvg
 from redgrape.tree import Tensors, Tree
 from redgrape.validation import LARGEST
@@ -43,7 +44,6 @@ class RatioLoss(FedAvg):
 
     presets: ClassVar = {"paper": {}, "released": {"auxiliary_epochs": 1, "clip_norm": 1.0}}
     uses_auxiliary: ClassVar[bool] = True
-    summable: ClassVar[bool] = True
     cheap: ClassVar = {"auxiliary_epochs": 1}
     fidelity: ClassVar[str] = (
         "from the authors' code read at second hand, with which the paper's own text was not compared; the monitor "
@@ -62,11 +62,11 @@ class RatioLoss(FedAvg):
         # A plain mean: torch's own weighted cross-entropy would divide by the sum of the weights.
         return lambda z, y: (weights[y] * F.cross_entropy(z, y, reduction="none")).mean()
 
-    def server_update(self, server: Tree, updates: Mapping[ClientId, Tree], site: ServerSite) -> Tree:
+    def server_update(self, server: Tree, received: Received, site: ServerSite) -> Tree:
         with keys.global_stream(keys.key(site.seed, "auxiliary training", site.round)):  # dropout draws from it
             ratio = class_ratios(self._movements(server["model"], site))
         return {
-            "model": self.averaged_model(server["model"], updates),
+            "model": received.moved(server["model"], self.server_lr),
             "class_weights": self.alpha + self.beta * ratio,
         }
 
@@ -92,7 +92,7 @@ class RatioLoss(FedAvg):
             movements.append(net.classifier.weight.detach().cpu() - model["classifier.weight"])
         return torch.stack(movements)
 
-    def log(self, server: Tree, updates: Mapping[ClientId, Tree]) -> Mapping[str, Tensor]:
+    def log(self, server: Tree, received: Received) -> Mapping[str, Tensor]:
         return {"class_weights": server["class_weights"]}
 
 

@@ -13,7 +13,6 @@ II, where the clients count alike:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import ClassVar, Literal
 
 import torch
@@ -21,8 +20,9 @@ import torch.nn.functional as F
 from pydantic import Field
 
 from redgrape import tree
-from redgrape.aggregation import client_report, sample_weights, zeros_like_parameters
-from redgrape.method import ClientId, ClientSite, ServerSite
+from redgrape.exchange import Direction, Parts, Received
+from redgrape.local import stackable, zeros_like_parameters
+from redgrape.method import ClientSite, ServerSite, Site
 from redgrape.methods.fedavg import FedAvg
 from redgrape.tree import Tensors, Tree
 
@@ -36,12 +36,14 @@ class Scaffold(FedAvg):
     momentum: float = Field(0.0, ge=0, lt=1, description="momentum of sgd; the paper has none")
 
     presets: ClassVar = {"paper": {}}
-    stacks: ClassVar[bool] = True
-    summable: ClassVar[bool] = True
     fidelity: ClassVar[str] = (
         "from a secondary source, which states option II; with momentum, which the paper does not have, S counts "
         "effective steps, and with clipping, which it has not either, c_i is biased"
     )
+
+    def parts(self, model: Tensors, site: Site) -> Parts:
+        parts = self.training_parts(model, site, weights="alike")
+        return parts | {"delta_c": Direction(zeros_like_parameters(model, site), weights="alike")}
 
     def init_server(self, model: Tensors, site: ServerSite) -> Tree:
         return {"model": model, "c": zeros_like_parameters(model, site)}
@@ -52,12 +54,13 @@ class Scaffold(FedAvg):
     def broadcast(self, server: Tree) -> Tree:
         return {"model": server["model"], "c": server["c"]}
 
+    @stackable
     def client_update(self, broadcast: Tree, state: Tree, site: ClientSite) -> tuple[Tree, Tree]:
         net = self.load_for_training(broadcast["model"], site)
         c, c_i = broadcast["c"], state["c_i"]
         correction = {name: (c[name] - c_i[name]).to(site.device) for name in c}
         optimizer = self.make_optimizer(net.parameters(), site)
-        total = torch.zeros((), dtype=net.classifier.weight.dtype, device=site.device)
+        losses = self.losses(net, site)
         steps = 0
         for x, y in self.batches(site, net):
             optimizer.zero_grad()
@@ -67,9 +70,9 @@ class Scaffold(FedAvg):
                 if p.grad is not None:
                     p.grad.add_(correction[name])  # line 10
             self.step(optimizer)
-            total += loss.detach() * len(y)
+            losses.add(loss, y)
             steps += 1
-        update = client_report(net, broadcast["model"], len(site.data), total / (self.epochs * len(site.data)))
+        update = self.report(net, broadcast["model"], losses, site)
         walked = self.effective_steps(steps) * self.learning_rate(site)
         moved = update["delta"] if walked > 0 else {}  # a learning rate of zero measures nothing
         new = {
@@ -77,16 +80,7 @@ class Scaffold(FedAvg):
         }  # line 12
         return {**update, "delta_c": tree.sub(new, c_i)}, {"c_i": new}
 
-    def update_like(self, server: Tree, site: ServerSite) -> Tree:
-        return {**super().update_like(server, site), "delta_c": server["c"]}
-
-    def counts_alike(self, group: str) -> bool:
-        return group.startswith("delta")
-
-    def server_update(self, server: Tree, updates: Mapping[ClientId, Tree], site: ServerSite) -> Tree:
-        answers = list(updates.values())
-        alike = [1.0] * len(answers)
-        moved = tree.add(server["model"], self.mean_delta(answers, alike), self.server_lr)  # line 16
-        share = len(answers) / site.num_clients
-        c = tree.add(server["c"], self.mean_delta(answers, alike, "delta_c"), share)  # line 17: 1/N over all clients
-        return {"model": {**moved, **self.mean_buffers(answers, sample_weights(answers))}, "c": c}
+    def server_update(self, server: Tree, received: Received, site: ServerSite) -> Tree:
+        share = len(received.clients) / site.num_clients
+        c = tree.add(server["c"], received.mean("delta_c"), share)  # line 17: 1/N over all clients
+        return {"model": received.moved(server["model"], self.server_lr), "c": c}  # line 16

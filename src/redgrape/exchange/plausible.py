@@ -4,13 +4,13 @@ An answer is measured when it arrives, since it may wait on a disk then. The mea
 so that nothing depends on the order of arrival. n_k: a client's examples; S: its local steps; theta: the sent model.
 
     direction    |d_k| <= max(1, |theta|, 10 median_j |d_j|, 10 n_k median_j (|d_j| / n_j))
-    class rows   f_k = max_c |G_c| / |b_c| <= 20 max(1, median_j f_j)
+    class rows   f_k = max_c |G_c| / |b_c| <= 20 max(1, median_j f_j), if they are gradients
                  G_c = mean (p - e_c) h^T and b_c = mean (p - e_c), so that |G_c| <= |b_c| max |h|: each number of
                  p - e_c has the same sign for all examples of class c
     statistics   x_k = old + (new - old) / (1 - (1 - m)^S), what the client's data must have been like;
                  max |x_k| <= 100 max(1, max |old|, lower median_j max |x_j|)
     variances    new >= (1 - m)^(2 S) old: data only add to it, in at most two passes a step
-    loss         |f_k| <= 10 max(log C, lower median_j |f_j|)
+    scalars      |f_k| <= 10 max(log C, lower median_j |f_j|); what is above counts as the bound
 
 A median over one client or two refuses no direction: nobody can tell then who lies.
 """
@@ -26,20 +26,22 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from redgrape import robust, tree
-from redgrape.acceptance import Rows, UpdateRejected
+from redgrape import tree
+from redgrape.exchange import rules
+from redgrape.exchange.checks import UpdateRejected
+from redgrape.exchange.parts import ClassRows, Direction, Parts, Statistics
 from redgrape.tree import Tensors, Tree
 
 K = TypeVar("K")  # a client
 
-STEP, FEATURE, STATISTIC, LOSS = 10.0, 20.0, 100.0, 10.0  # times what is usual in the round
+STEP, FEATURE, STATISTIC, SCALAR = 10.0, 20.0, 100.0, 10.0  # times what is usual in the round
 LARGEST = 1e12  # times the broadcast statistic: beyond it, no other client need be asked
 _NOTHING = 1e-30  # what rounding makes of a zero
 
 
 @dataclass(frozen=True)
 class Measures:
-    """The numbers by which an answer is compared with others, by the names of groups and tensors. Statistics that did
+    """The numbers by which an answer is compared with others, by the names of parts and tensors. Statistics that did
     not move, such as those of a client with a single example, have none."""
 
     examples: int
@@ -48,31 +50,38 @@ class Measures:
     statistics: Mapping[str, float]
 
 
-def measured(update: Tree, like: Tree, model: Tensors, momenta: Mapping[str, float], steps: int | None) -> Measures:
-    """The measures of what `like` describes of an update. Its statistics are held to the sent ones at once:
-    UpdateRejected names the tensor. `momenta`: BatchNorm's m, by the names of its buffers; `steps`: S, where known."""
-    described = {name: update[name] for name in like if name in update}
-    found = {}
-    for name, new in described.get("buffers", {}).items():
-        old, momentum = model[name], momenta.get(name, 1.0)
-        if name.endswith("running_var") and steps is not None:
-            check_variance(f"buffers/{name}", new, old, (1 - momentum) ** (2 * steps))
-        if torch.equal(new, old):
-            continue
-        share = 1.0 if steps is None else max(_NOTHING, 1 - (1 - momentum) ** steps)
-        found[f"buffers/{name}"] = largest(old.double() + (new.double() - old.double()) / share)
-        if found[f"buffers/{name}"] > (bound := LARGEST * max(1.0, largest(old))):
-            raise UpdateRejected(_too_large(f"buffers/{name}", found[f"buffers/{name}"], bound))
+def measured(update: Tree, parts: Parts, steps: int | None) -> Measures:
+    """The measures of an update. Its statistics are held to the sent ones, which the part has, at once: UpdateRejected
+    names the tensor. `steps`: S, if it is known."""
+    found: dict[str, float] = {}
+    for name, part in parts.items():
+        if isinstance(part, Statistics):
+            found |= _statistics(name, update[name], part, steps)
     return Measures(
         int(update.get("count", 1)),
-        {name: robust.norm({name: group}) for name, group in robust.directions(described)},
-        {name: longest_feature(rows) for name, rows in described.items() if _has_gradients(like[name])},
+        {name: rules.norm(update, [name]) for name, part in parts.items() if isinstance(part, Direction)},
+        {name: longest_feature(update[name]) for name, p in parts.items() if isinstance(p, ClassRows) and p.gradient},
         found,
     )
 
 
+def _statistics(part: str, values: Tensors, described: Statistics, steps: int | None) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for name, new in values.items():
+        old, momentum, whole = described.like[name], described.momentum.get(name, 1.0), f"{part}/{name}"
+        if name.endswith("running_var") and steps is not None:
+            check_variance(whole, new, old, (1 - momentum) ** (2 * steps))
+        if torch.equal(new, old):
+            continue
+        share = 1.0 if steps is None else max(_NOTHING, 1 - (1 - momentum) ** steps)
+        found[whole] = largest(old.double() + (new.double() - old.double()) / share)
+        if found[whole] > (bound := LARGEST * max(1.0, largest(old))):
+            raise UpdateRejected(_too_large(whole, found[whole], bound))
+    return found
+
+
 def check_variance(name: str, new: Tensor, old: Tensor, left: float) -> None:
-    """Raise UpdateRejected where a running variance is below the part of the old one that must be left of it."""
+    """Raise UpdateRejected if a running variance is below the part of the old one that must be left of it."""
     if (new.double() < 0.999 * left * old.double() - _NOTHING).any():
         raise UpdateRejected(
             f"tensor '{name}' is below {left:.3g} times the variance sent, which its steps leave of it"
@@ -85,53 +94,49 @@ def largest(t: Tensor) -> float:
 
 def longest_feature(rows: Tree) -> float:
     """max_c |G_c| / |b_c|: some example has a feature vector at least that long. Without a bias max_c |G_c|, at most
-    sqrt(2) times its length. Zero where there are no rows, or factors of them."""
-    weight, bias = rows.get("weight"), rows.get("bias")
-    if not isinstance(weight, Tensor) or not len(weight):
+    sqrt(2) times its length. Zero if there are no rows."""
+    weight, bias = rows["weight"], rows.get("bias")
+    if not len(weight):
         return 0.0
     length = torch.linalg.vector_norm(weight.double().flatten(start_dim=1), dim=1)
-    if isinstance(bias, Tensor):
+    if bias is not None:
         length = length / torch.linalg.vector_norm(bias.double(), dim=1).clamp(min=_NOTHING)
     return float(length.max())
 
 
-def _has_gradients(rows: object) -> bool:
-    return isinstance(rows, Mapping) and any(isinstance(row, Rows) and row.gradient for row in rows.values())
-
-
-def outliers(measures: Mapping[K, Measures], model: Tensors) -> dict[K, UpdateRejected]:
+def outliers(measures: Mapping[K, Measures], parts: Parts, model: Tensors) -> dict[K, UpdateRejected]:
     """The clients whose update is far beyond those of the round, each with the reason."""
     found: dict[K, UpdateRejected] = {}
-    for check in (_long_steps, _long_features, _large_statistics):
-        for client, reason in check(measures, model):
+    for reasons in (_long_steps(measures, model), _long_features(measures), _large_statistics(measures, parts)):
+        for client, reason in reasons:
             found.setdefault(client, UpdateRejected(reason))
     return found
 
 
 def _long_steps(measures: Mapping[K, Measures], model: Tensors) -> Iterator[tuple[K, str]]:
     own = tree.norm(t.double() for name, t in model.items() if t.is_floating_point() and "running_" not in name)
-    for group, lengths in _by_name({k: m.directions for k, m in measures.items()}):
+    for part, lengths in _by_name({k: m.directions for k, m in measures.items()}):
         usual = statistics.median(lengths.values())
         an_example = statistics.median(length / measures[k].examples for k, length in lengths.items())
         for k, length in lengths.items():
             bound = max(1.0, float(own), STEP * usual, STEP * an_example * measures[k].examples)
             if length > bound:
-                yield k, f"'{group}' has the length {length:.3g}; beside the other clients' {bound:.3g} is the most"
+                yield k, f"'{part}' has the length {length:.3g}; beside the other clients' {bound:.3g} is the most"
 
 
-def _long_features(measures: Mapping[K, Measures], model: Tensors) -> Iterator[tuple[K, str]]:
-    for group, lengths in _by_name({k: m.features for k, m in measures.items()}):
+def _long_features(measures: Mapping[K, Measures]) -> Iterator[tuple[K, str]]:
+    for part, lengths in _by_name({k: m.features for k, m in measures.items()}):
         bound = FEATURE * max(1.0, statistics.median(lengths.values()))
         for k, length in lengths.items():
             if length > bound:
-                reason = f"'{group}' comes from a feature vector of length {length:.3g}; "
+                reason = f"'{part}' comes from a feature vector of length {length:.3g}; "
                 yield k, f"{reason}beside the other clients' {bound:.3g} is the most"
 
 
-def _large_statistics(measures: Mapping[K, Measures], model: Tensors) -> Iterator[tuple[K, str]]:
+def _large_statistics(measures: Mapping[K, Measures], parts: Parts) -> Iterator[tuple[K, str]]:
+    sent = {f"{p}/{n}": t for p, part in parts.items() if isinstance(part, Statistics) for n, t in part.like.items()}
     for name, numbers in _by_name({k: m.statistics for k, m in measures.items()}):
-        old = largest(model[name.removeprefix("buffers/")])
-        bound = STATISTIC * max(1.0, old, statistics.median_low(numbers.values()))
+        bound = STATISTIC * max(1.0, largest(sent[name]), statistics.median_low(numbers.values()))
         for k, number in numbers.items():
             if number > bound:
                 yield k, _too_large(name, number, bound)
@@ -148,6 +153,6 @@ def _by_name(numbers: Mapping[K, Mapping[str, float]]) -> Iterator[tuple[str, di
         yield name, {k: of_client[name] for k, of_client in numbers.items() if name in of_client}
 
 
-def most_loss(losses: Sequence[float], num_classes: int) -> float:
-    """The largest loss that is plausible among these of a round."""
-    return LOSS * max(math.log(num_classes), statistics.median_low(abs(loss) for loss in losses))
+def most(scalars: Sequence[float], num_classes: int) -> float:
+    """The largest of these losses of a round that is plausible."""
+    return SCALAR * max(math.log(num_classes), statistics.median_low(abs(number) for number in scalars))

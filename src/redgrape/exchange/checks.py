@@ -1,0 +1,239 @@
+"""What an update must be like before the server takes it, whichever engine it came through.
+
+A method describes its updates by their parts. Nothing is repaired and nothing broadcast: an update that is not as
+described is refused, with the reason.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from redgrape import tree
+from redgrape.data.federation import Declared
+from redgrape.exchange.parts import ClassRows, Count, Part, Parts, Scalar, Statistics, described
+from redgrape.tree import Tensors, Tree
+
+MOST_EXAMPLES = 10**9  # that a client may claim if it has not declared how many it holds
+LONGEST = 1e4  # times the model's own length: no part of an update is longer, unless training diverges
+_SLACK = 1e-3  # of what a class gradient must be
+_TINY = 1e-5  # for a class that is learnt to the last bit, whose gradient is rounding alone
+
+
+class UpdateRejected(Exception):
+    """An update that is not taken; the message is the reason."""
+
+
+class NotFinite(UpdateRejected):
+    """An update with NaN or infinity in it: training diverges."""
+
+
+class TooLong(NotFinite):
+    """An update too large to be plausible: training diverges, or the client lies."""
+
+
+def check(update: Any, parts: Parts, declared: Declared | None, num_classes: int) -> None:
+    """Raise UpdateRejected if the update is not as its parts describe it."""
+    flat = named_tensors(update)
+    expected = described(parts)
+    rows = {f"{name}/" for name, part in parts.items() if isinstance(part, ClassRows)}
+    check_names(flat, expected)
+    for name, wanted in expected.items():
+        _check_kind(name, flat[name], wanted, is_rows=name.startswith(tuple(rows)))
+    check_finite(flat)
+    for name, part in parts.items():
+        match part:
+            case Count():
+                _check_count(flat[name], declared)
+            case Scalar(least=least) if least is not None and float(flat[name]) < least:
+                raise UpdateRejected(f"'{name}' is {float(flat[name]):g}; it cannot be below {least:g}")
+            case Statistics():
+                for tensor in part.like:
+                    if tensor.endswith("running_var") and (flat[f"{name}/{tensor}"] < 0).any():
+                        raise UpdateRejected(f"tensor '{name}/{tensor}' is negative")
+            case ClassRows():
+                _check_classes({t: flat[f"{name}/{t}"] for t in update[name]}, name, part, declared, num_classes)
+
+
+def check_names(flat: Mapping[str, object], expected: Iterable[str]) -> None:
+    wanted = set(expected)
+    if missing := wanted - flat.keys():
+        raise UpdateRejected(f"tensor '{min(missing)}' is missing")
+    if more := flat.keys() - wanted:
+        raise UpdateRejected(f"tensor '{min(more)}' is not part of this update")
+
+
+def check_survey(answer: Any, like: Tree, examples: int, *, of_sum: bool = False) -> None:
+    """Raise UpdateRejected if a client's answer to a survey is not like this: the answer of a client without examples.
+    Whole numbers count examples, of which the client has this many. `of_sum`: the answer is the sum over all clients,
+    whose real numbers may be wider."""
+    flat, expected = named_tensors(answer), tree.flatten(like)
+    check_names(flat, expected)
+    for name, wanted in expected.items():
+        wider = of_sum and wanted.is_floating_point() and flat[name].is_floating_point()
+        _check_kind(name, flat[name], wanted.to(flat[name].dtype) if wider else wanted)
+    check_finite(flat)
+    for name, wanted in expected.items():
+        if wanted.is_floating_point() or wanted.dtype == torch.bool:
+            continue
+        counts = flat[name]
+        if (counts < 0).any() or (counts > examples).any() or int(counts.sum()) > examples:
+            raise UpdateRejected(f"'{name}' must count examples, of which there are {examples} at most")
+        if of_sum and not counts.any():
+            raise UpdateRejected(f"'{name}' counts no example at all")
+
+
+def check_sum(total: Any, like: Tree, parts: Parts, clients: int) -> None:
+    """Raise UpdateRejected if this is not the sum of this many clients' summands. `like`: an empty one."""
+    flat, expected = named_tensors(total), tree.flatten(like)
+    check_names(flat, expected)
+    for name, wanted in expected.items():
+        _check_kind(name, flat[name], wanted)
+    check_finite(flat)
+    for name, part in parts.items():
+        if isinstance(part, Count) and not clients <= int(flat[name]) <= clients * MOST_EXAMPLES:
+            raise UpdateRejected(
+                f"'{name}' is {int(flat[name])} in all; {clients} clients have at least one example each"
+            )
+        if isinstance(part, ClassRows):
+            number = flat[f"{name}/clients"]
+            counts = flat.get(f"{name}/counts", number)
+            if (number < 0).any() or (number > clients).any() or (counts < number).any():
+                raise UpdateRejected(f"the numbers of clients that report a class cannot be those of {clients} clients")
+
+
+def nothing(part: Part) -> Any:
+    """What a client that holds nothing would send of a part."""
+    match part:
+        case Count():
+            return torch.zeros((), dtype=torch.int64)
+        case Scalar(like=number):
+            return torch.zeros_like(number)
+        case ClassRows():
+            none = torch.zeros(0, dtype=torch.int64)
+            numbers = {"classes": none, "counts": none} if part.weights == "count" else {"classes": none}
+            return numbers | {name: t.new_zeros(0, *t.shape) for name, t in part.like.items()}
+        case _:
+            return {name: torch.zeros_like(t) for name, t in part.like.items()}
+
+
+def check_length(update: Tree, parts: Parts, model: Tensors) -> None:
+    """Raise TooLong if a part of the update is longer than training could make it. Running statistics have no length
+    that means anything."""
+    own = max(1.0, _length(model))
+    for name, part in parts.items():
+        if not isinstance(part, Statistics) and (found := _length({name: update.get(name, {})})) > LONGEST * own:
+            raise TooLong(f"'{name}' has the length {found:.3g}, over {LONGEST:g} times that of the model, {own:.3g}")
+
+
+def _length(group: Tree) -> float:
+    lengths = []
+    for value in group.values():
+        if isinstance(value, Mapping):
+            lengths.append(_length(value))
+        elif value.is_floating_point():
+            lengths.append(float(torch.linalg.vector_norm(value)))
+    return math.hypot(*lengths)
+
+
+def named_tensors(update: Any) -> Tensors:
+    """The update's tensors by their joined names; UpdateRejected if it is anything else than named tensors."""
+    if not isinstance(update, Mapping):
+        raise UpdateRejected(f"the update is a {type(update).__name__}, not named tensors")
+    try:
+        tree.check_leaves(update, "update")
+        flat = tree.flatten(update)
+    except TypeError as error:
+        raise UpdateRejected(str(error)) from error
+    except RecursionError as error:
+        raise UpdateRejected("the update is nested too deeply") from error
+    if not flat:
+        raise UpdateRejected("the update is empty")
+    for name, t in flat.items():
+        if t.layout != torch.strided or t.device.type != "cpu" or t.is_complex() or t.is_quantized:
+            raise UpdateRejected(f"tensor '{name}' is no plain tensor of real numbers in memory")
+    return flat
+
+
+def check_finite(flat: Tensors) -> None:
+    if name := first_not_finite(flat):
+        raise NotFinite(f"tensor '{name}' is not finite")
+
+
+def first_not_finite(flat: Tensors) -> str | None:
+    for name, t in flat.items():
+        # The sum is finite in nearly every case, and far cheaper than a look at each number.
+        if t.is_floating_point() and not math.isfinite(t.sum()) and not torch.isfinite(t).all():
+            return name
+    return None
+
+
+def _check_kind(name: str, t: Tensor, wanted: Tensor, *, is_rows: bool = False) -> None:
+    if t.dtype != wanted.dtype:
+        raise UpdateRejected(f"tensor '{name}' is {t.dtype}; it must be {wanted.dtype}")
+    if is_rows:
+        if t.dim() == 0 or t.shape[1:] != wanted.shape:
+            raise UpdateRejected(f"tensor '{name}' is {list(t.shape)}; each of its rows must be {list(wanted.shape)}")
+    elif t.shape != wanted.shape:
+        raise UpdateRejected(f"tensor '{name}' is {list(t.shape)}; it must be {list(wanted.shape)}")
+
+
+def _check_count(count: Tensor, declared: Declared | None) -> None:
+    most = MOST_EXAMPLES if declared is None else declared.examples
+    if not 1 <= int(count) <= most:
+        raise UpdateRejected(f"'count' is {int(count)}; this client can have trained on 1 to {most} examples")
+
+
+def _check_classes(rows: Tensors, name: str, part: ClassRows, declared: Declared | None, num_classes: int) -> None:
+    """The rows belong to classes that exist, each named once, and that the client has."""
+    classes = rows["classes"]
+    if len(classes) and (int(classes.min()) < 0 or int(classes.max()) >= num_classes):
+        raise UpdateRejected(f"'{name}/classes' names a class outside 0 to {num_classes - 1}")
+    if (classes.diff() <= 0).any():
+        raise UpdateRejected(f"'{name}/classes' must name every class once, in rising order")
+    for tensor, t in rows.items():
+        if len(t) != len(classes):
+            raise UpdateRejected(f"tensor '{name}/{tensor}' has {len(t)} rows for {len(classes)} classes")
+    held = None if declared is None or declared.class_counts is None else declared.class_counts[classes]
+    if held is not None and (held == 0).any():
+        raise UpdateRejected(f"'{name}/classes' names class {int(classes[held == 0][0])}, which this client lacks")
+    if part.weights == "count":
+        most = torch.full_like(classes, MOST_EXAMPLES) if held is None else held
+        if ((rows["counts"] < 1) | (rows["counts"] > most)).any():
+            raise UpdateRejected(f"'{name}/counts' claims more examples of a class than this client can have, or none")
+    if len(classes) and part.gradient:
+        wrong = _wrong_bias(rows, classes) | (_wrong_signs(rows, classes) if part.signed else False)
+        if wrong.any():
+            raise UpdateRejected(
+                f"'{name}' of class {int(classes[wrong][0])} is no gradient of a cross-entropy: it must lie below zero "
+                "for its own class and above for the others"
+            )
+
+
+def _wrong_bias(gradients: Tensors, classes: Tensor) -> Tensor:
+    """A class's mean gradient for the bias is the mean of p - e_c: below zero for the class itself and above for all
+    others, within one of zero. A gradient that was turned round, to push away from its class, is not."""
+    if "bias" not in gradients:
+        return torch.zeros(len(classes), dtype=torch.bool)
+    bias = gradients["bias"].double()
+    towards = torch.where(_own(classes, bias), -bias, bias)
+    return ((towards < -_SLACK) | (towards > 1 + _SLACK)).any(dim=1)
+
+
+def _wrong_signs(gradients: Tensors, classes: Tensor) -> Tensor:
+    """That for the weights is the mean of (p - e_c) h^T, so that for h >= 0 each row has the sign of the bias's number:
+    every number of it."""
+    table = gradients["weight"]
+    least, most = table.amin(dim=2).double(), table.amax(dim=2).double()
+    own = _own(classes, least)
+    largest = torch.maximum(-least, most).amax(dim=1)
+    slack = (_SLACK * largest + _TINY)[:, None]
+    return torch.where(own, most > slack, least < -slack).any(dim=1)
+
+
+def _own(classes: Tensor, table: Tensor) -> Tensor:
+    return torch.nn.functional.one_hot(classes, table.shape[1]).bool()

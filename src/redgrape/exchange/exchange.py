@@ -1,0 +1,230 @@
+"""The exchange: what happens to an update between client and server, for every method.
+
+At the client it drops the rows of classes below min_count. At the server it checks an update by its parts, and reduces a
+round's updates: by the rule, clipped, with noise. In a secure sum the client clips, since nobody sees single updates,
+and adds its parts to the sum: a lying client is not bounded then.
+
+The order is fixed, and `refuses` is the one table of what does not go together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from torch import Tensor
+
+from redgrape.accounting import Mechanism, check_installed
+from redgrape.data.federation import Declared
+from redgrape.errors import ConfigError
+from redgrape.exchange import checks, rules, tables
+from redgrape.exchange.parts import ClassRows, Count, Direction, Parts, Scalar, Statistics, Sum, class_rows, directions
+from redgrape.exchange.received import FromSum, FromUpdates, Received
+from redgrape.tree import Tensors, Tree
+from redgrape.validation import one_line
+
+if TYPE_CHECKING:
+    from redgrape.method import ClientId, ServerSite
+
+LARGEST = 1e30  # of a bound that meets float32 numbers
+
+
+class Exchange(BaseModel):
+    """The section [exchange] of an experiment."""
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
+
+    preset: Literal["plain", "private"] = Field("plain", description="where the other settings start from")
+    rule: rules.Rule = Field("mean", description="average of the clients' updates; all but mean are robust")
+    byzantine: int = Field(1, ge=1, le=10**6, description="malicious clients a round that the rule is to withstand")
+    update_norm: float | None = Field(
+        None, gt=0, le=LARGEST, description="longest update with norm_clipping; none: a round's median length"
+    )
+    clip: float | None = Field(
+        None, gt=0, le=LARGEST, description="longest update of a client; clients then count alike"
+    )
+    noise: float = Field(0.0, ge=0, le=LARGEST, description="noise on the sum of the updates, in multiples of clip")
+    delta: float = Field(1e-5, gt=0, lt=1, description="the delta at which epsilon is told")
+    randomness: Literal["secret", "seed"] = Field(
+        "secret", description="noise from a key that only the server has, or from the seed, which anybody can repeat"
+    )
+    min_count: int = Field(1, ge=1, le=10**9, description="a client reports a class from this many examples on")
+    min_clients: int = Field(
+        1, ge=1, le=10**6, description="the server releases a class that this many clients report; else its last stays"
+    )
+    class_clip: float | None = Field(
+        None, gt=0, le=LARGEST, description="longest row of a class that a client reports, all its tensors together"
+    )
+    class_noise: float = Field(
+        0.0,
+        ge=0,
+        le=LARGEST,
+        description="noise on each class's sum of rows, in multiples of class_clip, and on their number",
+    )
+
+    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {"plain": {}, "private": {"min_count": 8, "min_clients": 3}}
+
+    def __init__(self, **settings: Any) -> None:
+        try:
+            super().__init__(**settings)
+        except ValidationError as error:
+            raise one_line(error, type(self), "exchange") from error
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_preset(cls, given: Any) -> Any:
+        if not isinstance(given, Mapping):
+            return given
+        return {**cls.presets.get(str(given.get("preset", "plain")), {}), **given}
+
+    @model_validator(mode="after")
+    def _settings_fit(self) -> Self:
+        if self.noise and self.clip is None:
+            raise ValueError(f"noise is {self.noise:g}, and updates have any length; set clip as well")
+        if self.class_noise and self.class_clip is None:
+            raise ValueError(
+                f"class_noise is {self.class_noise:g}, and class rows have any length; set class_clip as well"
+            )
+        for name in ("clip", "class_clip"):
+            if getattr(self, name) is not None and self.rule != "mean":
+                raise ValueError(f"rule is {self.rule}, and {name} bounds a mean; choose one of them")
+        return self
+
+    @property
+    def deviation(self) -> float:
+        """The standard deviation of the noise on a sum of updates."""
+        return self.noise * (self.clip or 0.0)
+
+    @property
+    def class_deviation(self) -> float:
+        return self.class_noise * (self.class_clip or 0.0)
+
+    def by_examples(self, part: Direction) -> bool:
+        """Whether clients count by their examples in the mean of this part."""
+        return part.weights == "examples" and self.clip is None
+
+    def refuses(self, parts: Parts, *, single: str = "", surveys: bool = False, summed: bool = False) -> str | None:
+        """What does not go together, for every method: None, or why. `single`: why the method needs single updates;
+        `surveys`: it asks clients before the first round; `summed`: the updates come as a secure sum."""
+        rows = class_rows(parts)
+        if summed and single:
+            return f"a secure sum shows no single updates, and {single}"
+        if summed and self.rule != "mean":
+            return f"a secure sum shows no single updates, and exchange.rule={self.rule} compares them"
+        if self.rule in ("norm_clipping", "multi_krum") and any(
+            isinstance(p, Scalar) and p.weighs for p in parts.values()
+        ):
+            return (
+                f"exchange.rule={self.rule} keeps the weights that clients have, and in this method a client gets any "
+                "weight by the loss that it claims; choose median or trimmed_mean"
+            )
+        if self.class_clip is not None and any(part.weights == "count" for part in rows.values()):
+            return "class rows count by their examples, and exchange.class_clip bounds a mean of clients alike"
+        if not self.mechanisms(parts, 1):
+            return None
+        if any(isinstance(part, Statistics) and part.like for part in parts.values()):
+            return (
+                "this net has running statistics (BatchNorm), which are averaged without noise; choose another net, or "
+                "exchange.noise=0"
+            )
+        if single:
+            return f"exchange.noise hides single updates in an average, and {single}"
+        if surveys:
+            return (
+                "the method's survey is released without noise; choose a setting without a survey, or exchange.noise=0"
+            )
+        return None
+
+    def check_fits(self, parts: Parts, clients: int, *, single: str = "", surveys: bool = False) -> None:
+        """Raise ConfigError if these parts, or rounds of this many clients, do not go with the settings."""
+        if reason := self.refuses(parts, single=single, surveys=surveys):
+            raise ConfigError(reason)
+        if self.mechanisms(parts, 1):
+            check_installed()
+        self.check_clients(clients)
+        counted = rules.most_counted(self.rule, self.byzantine, clients)
+        if class_rows(parts) and counted < self.min_clients:
+            raise ConfigError(
+                f"exchange.min_clients is {self.min_clients}, and of a round's {clients} clients {counted} count: no class "
+                "would ever be released; lower min_clients or ask more clients"
+            )
+
+    def check_clients(self, clients: int) -> None:
+        if clients < self.fewest_answers():
+            raise ConfigError(
+                f"exchange.rule is {self.rule}, and against byzantine={self.byzantine} it needs {self.fewest_answers()} "
+                f"clients a round; there are {clients}: lower byzantine or ask more clients"
+            )
+
+    def fewest_answers(self) -> int:
+        """How many answers a round needs; below it the run stops."""
+        return rules.fewest_updates(self.rule, self.byzantine, self.update_norm)
+
+    def fewest_contributors(self) -> int:
+        """How many clients must report a class for it to be released."""
+        return max(self.min_clients, rules.fewest_holders(self.rule, self.byzantine))
+
+    def mechanisms(self, parts: Parts, num_classes: int) -> list[Mechanism]:
+        """What a client's data go through in a round, with its noise; none if there is no noise at all."""
+        rows = class_rows(parts)
+        if not self.noise and not (rows and self.class_noise):
+            return []
+        # A client may hold every class. Of each, the sum of its rows and the number of clients are released.
+        return [
+            Mechanism("model", self.noise, 1),
+            *(Mechanism(name, self.class_noise, 2 * num_classes) for name in rows),
+        ]
+
+    def leave(self, update: Tree, parts: Parts, class_counts: Tensor) -> Tree:
+        """The update as it leaves a client with these class counts: no row of a class below min_count."""
+        if self.min_count == 1:
+            return update
+        kept = {}
+        for name in class_rows(parts):
+            rows = update[name]
+            reported = class_counts[rows["classes"]] >= self.min_count
+            kept[name] = {tensor: t[reported] for tensor, t in rows.items()}
+        return {**update, **kept}
+
+    def summand(self, update: Tree, parts: Parts, num_classes: int) -> dict[str, Any]:
+        """What a client adds to a secure sum in place of its update: dense, weighted, clipped. Neither its names nor its
+        shapes tell what the client holds."""
+        if self.clip is not None:
+            (update,) = rules.clip([update], directions(parts), self.clip)
+        n = int(update["count"]) if "count" in update else 1
+        summand: dict[str, Any] = {}
+        for name, part in parts.items():
+            value = update.get(name, {})
+            match part:
+                case Count():
+                    summand[name] = value
+                case Scalar():
+                    summand[name] = n * value.double()
+                case ClassRows():
+                    rows = value if self.class_clip is None else tables.clipped(value, part.like, self.class_clip)
+                    summand[name] = tables.dense(rows, part.like, num_classes)
+                case Sum():
+                    summand[name] = {tensor: t.double() if t.is_floating_point() else t for tensor, t in value.items()}
+                case _:
+                    weight = n if isinstance(part, Statistics) or self.by_examples(part) else 1
+                    summand[name] = {tensor: weight * t.double() for tensor, t in value.items()}
+        return summand
+
+    def check(self, update: Any, parts: Parts, declared: Declared | None, model: Tensors, num_classes: int) -> None:
+        """Raise UpdateRejected if a client's update must not count. `declared`: what the client said of itself."""
+        checks.check(update, parts, declared, num_classes)
+        checks.check_length(update, parts, model)
+
+    def receive(self, updates: Mapping[ClientId, Tree], parts: Parts, site: ServerSite) -> Received:
+        return FromUpdates(self, parts, updates, site)
+
+    def receive_sum(
+        self, total: Tree, clients: Sequence[ClientId], parts: Parts, model: Tensors, site: ServerSite
+    ) -> Received:
+        """The sum of these clients' summands; UpdateRejected if it cannot be that."""
+        nothing = {name: checks.nothing(part) for name, part in parts.items()}
+        checks.check_sum(total, self.summand(nothing, parts, site.num_classes), parts, len(clients))
+        received = FromSum(self, parts, total, clients, site)
+        self.check(received.mean_update(), parts, None, model, site.num_classes)
+        return received

@@ -1,0 +1,104 @@
+"""What an update is made of. A method names its parts; each knows its shape, and the exchange does the rest by it.
+
+    Direction    the server steps along its mean: counted by examples or alike, clipped, averaged by the rule, noised
+    Sum          tensors that are added up: statistics, counts, a change of a running sum
+    Statistics   BatchNorm's running values: averaged plainly
+    Scalar       one number, such as a loss
+    Count        the examples that the client trained on, by which it counts
+    ClassRows    a row for each class that the client reports, averaged over the clients that report it
+
+In an update a part is a tensor (Scalar, Count) or a group of named tensors. ClassRows are `classes` [m], in rising order,
+and for each tensor of `like` the m rows of these classes; with `weights="count"` also `counts` [m], the examples of each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+import torch
+from torch import Tensor
+
+from redgrape.tree import Tensors
+
+Weights: TypeAlias = Literal["examples", "alike"]
+
+
+@dataclass(frozen=True)
+class Direction:
+    """The server steps along the mean of it."""
+
+    like: Tensors
+    weights: Weights = "examples"
+
+
+@dataclass(frozen=True)
+class Sum:
+    """What is simply added up."""
+
+    like: Tensors
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """Running statistics: values, along which nobody steps. `momentum`: the share of a batch in each, by its name."""
+
+    like: Tensors
+    momentum: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Scalar:
+    """One number, averaged by examples. `least`: it is never below; `weighs`: the server weighs clients by it."""
+
+    like: Tensor
+    least: float | None = None
+    weighs: bool = False
+
+
+@dataclass(frozen=True)
+class Count:
+    """How many examples the client trained on."""
+
+
+@dataclass(frozen=True)
+class ClassRows:
+    """A row like this for each class that the client reports. `gradient`: it is the mean gradient of the cross-entropy
+    of the class's examples, and must look like one; `signed`: with respect to features that are never negative."""
+
+    like: Tensors
+    weights: Literal["uniform", "count"] = "uniform"
+    gradient: bool = False
+    signed: bool = False
+
+
+Part: TypeAlias = Direction | Sum | Statistics | Scalar | Count | ClassRows
+Parts: TypeAlias = dict[str, Part]
+
+
+def described(parts: Mapping[str, Part]) -> dict[str, Tensor]:
+    """Every tensor of an update by its joined name, with its shape and dtype; of ClassRows one row."""
+    flat: dict[str, Tensor] = {}
+    for name, part in parts.items():
+        match part:
+            case Count():
+                flat[name] = torch.zeros((), dtype=torch.int64)
+            case Scalar(like=number):
+                flat[name] = number
+            case ClassRows():
+                numbers = ("classes", "counts") if part.weights == "count" else ("classes",)
+                flat |= {f"{name}/{number}": torch.zeros((), dtype=torch.int64) for number in numbers}
+                flat |= {f"{name}/{tensor}": t for tensor, t in part.like.items()}
+            case _:
+                flat |= {f"{name}/{tensor}": t for tensor, t in part.like.items()}
+    return flat
+
+
+def class_rows(parts: Mapping[str, Part]) -> dict[str, ClassRows]:
+    return {name: part for name, part in parts.items() if isinstance(part, ClassRows)}
+
+
+def directions(parts: Mapping[str, Part]) -> list[str]:
+    """The parts whose length is bounded together: those that the server steps along or adds up, in order of names."""
+    return sorted(name for name, part in parts.items() if isinstance(part, Direction | Sum))
