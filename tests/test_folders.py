@@ -306,7 +306,7 @@ def test_compare_sees_that_the_first_weights_have_changed(command: Command, tiny
         safetensors.torch.save_file({name: t + bias for name, t in net.items()}, weights)
         outcome = command("compare", "fedavg", *shared)
         assert (outcome.code == 0) == (bias == 0.0)
-    assert "the files was weights.safetensors" in refused(outcome, 2)
+    assert "the file 'weights.safetensors' was " in refused(outcome, 2)
 
 
 def test_sweep_takes_no_run_of_other_data(command: Command, toml: Path, own: Path) -> None:

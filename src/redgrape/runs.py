@@ -18,6 +18,7 @@ from redgrape import tree
 from redgrape.data.examples import Pixels
 from redgrape.data.federation import Federation
 from redgrape.data.prepare import prepare
+from redgrape.data.sources import DATASETS
 from redgrape.disclosure import told_by
 from redgrape.engines import ClientHalf, Engine
 from redgrape.errors import ConfigError, DataError, StorageError
@@ -313,28 +314,28 @@ class Present:
     def changes(self, experiment: Experiment, environment: Mapping[str, Any], *, is_record: bool = False) -> list[str]:
         """`the split was 0a1b and is 2c3d`, for all that a run of this experiment has otherwise than one of now would
         have. Of a record the machine is not asked: its figures are published, and a table tells where it was made."""
-        now = {**self._split(experiment), "files": file_digests(experiment)}
+        before = {**environment, **_as_files(environment.get("files", {}))}
+        now = {**self._split(experiment), **_as_files(file_digests(experiment))}
         if not is_record and not self._allow_changes:
             now |= {name: self._machine[name] for name in DECIDING}
         return [
-            f"the {name} was {_short(environment[name])} and is {_short(value)}"
+            f"the {name} was {str(before[name])[:12]} and is {str(value)[:12]}"
             for name, value in now.items()
-            if environment.get(name, value) != value
+            if before.get(name, value) != value
         ]
 
     def _split(self, experiment: Experiment) -> dict[str, str]:
         key = f"{experiment.seed} {experiment.data.model_dump_json()}"
         if key not in self._splits:
             federation = prepare(experiment.data, experiment.seed, self._data_root)
-            self._splits[key] = {"split": federation.fingerprint(), "data": contents(federation)}
+            public = experiment.data.source in DATASETS  # its files are checked: the split tells all
+            told = {} if public else {"data": contents(federation)}
+            self._splits[key] = {"split": federation.fingerprint(), **told}
         return self._splits[key]
 
 
-def _short(value: Any) -> str:
-    """As much of it as tells it apart."""
-    if isinstance(value, Mapping):
-        return ", ".join(f"{name} {_short(digest)}" for name, digest in value.items()) or "none"
-    return str(value)[:12]
+def _as_files(digests: Mapping[str, str]) -> dict[str, str]:
+    return {f"file '{name}'": digest for name, digest in digests.items()}
 
 
 def machine(device: str) -> dict[str, Any]:
