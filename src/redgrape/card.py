@@ -6,6 +6,8 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from redgrape import judged
+
 FIGURES = {
     "accuracy": "overall",
     "balanced": "class-balanced",
@@ -24,7 +26,7 @@ def write_card(card: Mapping[str, Any], told: str) -> str:
         "## How to use it",
         _use(card),
         "## How well it does",
-        _results(run),
+        _results(run, card["class_names"]),
         "## Classes",
         _classes(card),
         "## Data",
@@ -91,20 +93,26 @@ def _use(card: Mapping[str, Any]) -> str:
     )
 
 
-def _results(run: Mapping[str, Any]) -> str:
+def _results(run: Mapping[str, Any], class_names: Sequence[str]) -> str:
     last, mean = run["last"], run["mean_of_last"]
     if last is None and mean is None:
         return f"The model of round {run['round']} was not evaluated."
     columns = {f"round {run['round']}": last}
     if mean is not None:
         columns[f"mean of the last {len(run['averaged_rounds'])} evaluations"] = mean
+    counts, names = run["test_counts"], [plain(name) for name in class_names]
+    over = judged.over_classes(counts)
     rows = [
-        [words, *(percent((values or {}).get(figure)) for values in columns.values())]
+        [
+            f"{words} ({over})" if over and figure == "balanced" else words,
+            *(percent((values or {}).get(figure)) for values in columns.values()),
+        ]
         for figure, words in FIGURES.items()
     ]
+    few = "".join(f"Note: {note}.\n\n" for note in judged.notes(names, counts, run["class_counts"]))
     return (
-        f"{_tested_on(run)}\n\n{table(['accuracy', *columns], rows)}\n\n{_head_and_tail(run)} This folder holds the "
-        f"model of round {run['round']}; the mean is over the models of several rounds."
+        f"{_tested_on(run)}\n\n{table(['accuracy', *columns], rows)}\n\n{few}{_head_and_tail(run)} This folder holds "
+        f"the model of round {run['round']}; the mean is over the models of several rounds."
     )
 
 
@@ -136,12 +144,14 @@ def _classes(card: Mapping[str, Any]) -> str:
             plain(name),
             group.get(c, "–"),
             str(run["class_counts"][c]) if run["class_counts"] else "–",
+            str(run["test_counts"][c]) if run["test_counts"] else "–",
             percent(last[c] if last else None),
             percent(mean[c] if mean else None),
         ]
         for c, name in enumerate(card["class_names"])
     ]
-    return table(["class", "group", "training examples", f"accuracy in round {run['round']}", "mean of the last"], rows)
+    accuracy = [f"accuracy in round {run['round']}", "mean of the last"]
+    return table(["class", "group", "training examples", "test examples", *accuracy], rows)
 
 
 def _data(run: Mapping[str, Any]) -> str:

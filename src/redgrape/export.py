@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from redgrape import checksums, durable, nets, tree
+from redgrape import checksums, durable, judged, nets, tree
 from redgrape.card import write_card
 from redgrape.disclosure import told_in
 from redgrape.errors import ConfigError, StorageError, unknown
@@ -104,6 +104,7 @@ def _facts(view: RunView, state: RunState, environment: Mapping[str, Any]) -> di
         "averaged_rounds": summary.get("averaged_rounds"),
         "split": environment["split"],
         "class_counts": environment["class_counts"],
+        "test_counts": judged.counts_of(environment, summary),
         "clients": len(environment["client_counts"] or environment.get("sites", [])),
         "groups": environment["groups"],
         "secure_aggregation": bool(environment.get("secure_aggregation")),

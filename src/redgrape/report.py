@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from redgrape import checksums, durable, terminal
+from redgrape import checksums, durable, judged, terminal
 from redgrape.checksums import hash_of
 from redgrape.errors import ConfigError, StorageError
 
@@ -177,6 +177,25 @@ class Result:
         return [[value for value in values if value is not None] for values in classes]
 
 
+def counts(results: Sequence[Result]) -> list[int] | None:
+    """Of each class the fewest examples that any of these runs was judged by."""
+    known = [judged.counts_of(run.environment, run.summary, r.on) for r in results for run in r.runs]
+    return [min(of_class) for of_class in zip(*known, strict=True)] if known and all(known) else None
+
+
+def notes(results: Sequence[Result]) -> list[str]:
+    """What the figures do not say, of classes with few examples or none."""
+    environment = results[0].runs[0].environment or {}
+    names = [terminal.printable(name) for name in environment.get("class_names", [])]
+    return judged.notes(names, counts(results), environment.get("class_counts"), results[0].on)
+
+
+def header(results: Sequence[Result]) -> list[str]:
+    over = judged.over_classes(counts(results))
+    titles = {**TITLES, "balanced": f"{TITLES['balanced']} ({over})"} if over else TITLES
+    return ["method", "seeds", *[titles[figure] for figure in FIGURES]]
+
+
 def collect(runs: Iterable[tuple[str, RunView]], on: str = "test") -> list[Result]:
     """Finished runs by their label, in the order in which labels first appear."""
     results: dict[str, Result] = {}
@@ -205,9 +224,6 @@ def rows(results: Sequence[Result]) -> list[list[str]]:
     return [[r.title, str(len(r.runs)), *[cell(r.values(figure)) for figure in FIGURES]] for r in results]
 
 
-HEADER = ["method", "seeds", *[TITLES[figure] for figure in FIGURES]]
-
-
 def caption(results: Sequence[Result]) -> str:
     rounds = sorted({len(_summary(run)["averaged_rounds"]) for r in results for run in r.runs})
     over = f"the last {rounds[0]} evaluated rounds" if len(rounds) == 1 else "the last evaluated rounds"
@@ -217,7 +233,8 @@ def caption(results: Sequence[Result]) -> str:
 
 
 def markdown(results: Sequence[Result]) -> str:
-    lines = [HEADER, ["---"] * len(HEADER), *rows(results)]
+    titles = header(results)
+    lines = [titles, ["---"] * len(titles), *rows(results)]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
@@ -226,11 +243,14 @@ def print_table(results: Sequence[Result]) -> None:
     from rich.table import Table
 
     table = Table(caption=caption(results), caption_justify="left")
-    for i, title in enumerate(HEADER):
+    for i, title in enumerate(header(results)):
         table.add_column(title, justify="left" if i == 0 else "right")
     for row in rows(results):
         table.add_row(*[terminal.cell(entry) for entry in row])
-    Console().print(table)
+    console = Console()
+    console.print(table)
+    for note in notes(results):
+        console.print(terminal.cell(f"note: {note}"))
 
 
 def draw_per_class(results: Sequence[Result], path: Path) -> None:

@@ -361,6 +361,8 @@ def about(federation: Federation) -> dict[str, Any]:
         "input": input_of(federation.input_shape, train.pixels if train.x.dtype == torch.uint8 else None),
         "class_names": federation.class_names,
         "class_counts": federation.class_counts.tolist(),
+        "test_counts": federation.counts("test"),
+        "validation_counts": federation.counts("validation"),
         "client_names": federation.client_names,
         "client_counts": federation.client_counts.tolist(),
         "groups": groups_of(federation),

@@ -8,7 +8,8 @@ import sys
 from typing import Any
 
 from redgrape.commands.training import described
-from redgrape.terminal import printable
+from redgrape.judged import notes
+from redgrape.terminal import cell, printable
 
 
 def show(options: argparse.Namespace) -> None:
@@ -28,6 +29,7 @@ def show(options: argparse.Namespace) -> None:
             "split": federation.fingerprint(),
             "class_names": federation.class_names,
             "class_counts": federation.class_counts.tolist(),
+            "test_counts": federation.counts("test"),
             "client_names": federation.client_names,
             "client_counts": federation.client_counts.tolist(),
         }
@@ -35,6 +37,9 @@ def show(options: argparse.Namespace) -> None:
         return
     picture.draw(federation, options.out)
     Console().print(picture.describe(federation))
+    training = federation.class_counts.tolist()
+    for note in notes(federation.class_names, federation.counts("test"), training):
+        Console().print(cell(f"note: {note}"))
     print(f"who holds what: {printable(options.out)}")
 
 

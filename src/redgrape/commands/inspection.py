@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from redgrape import report
+from redgrape import judged, report
 from redgrape.errors import StorageError
 from redgrape.progress import percent
 from redgrape.terminal import cell, lines, printable
@@ -64,7 +64,9 @@ def show(options: argparse.Namespace) -> None:
     """One run: what it is, how far it is, its result."""
     run = report.RunView.read(options.run)
     if options.json:
-        print(json.dumps({**run.row(), "experiment": report.plain(run.experiment), "summary": run.summary}))
+        tested = {"test_counts": judged.counts_of(run.environment, run.summary)}
+        experiment = report.plain(run.experiment)
+        print(json.dumps({**run.row(), **tested, "experiment": experiment, "summary": run.summary}))
         return
     console = Console()
     console.print(Text(lines(tomli_w.dumps(run.experiment).strip())))
@@ -77,13 +79,13 @@ def show(options: argparse.Namespace) -> None:
     report.print_table(report.collect([(run.label, run)], options.on))
     if run.environment is not None:
         table = Table(title="accuracy per class, %")
-        for title in ("class", "training examples", "accuracy"):
+        for title in ("class", "training examples", "test examples", "accuracy"):
             table.add_column(title, justify="left" if title == "class" else "right")
-        names = run.environment["class_names"]
+        names, tested = run.environment["class_names"], judged.counts_of(run.environment, run.summary)
         counts = run.environment["class_counts"]  # None where only the sites of a deployment know
         for c in sorted(range(len(names)), key=lambda c: (-counts[c] if counts else 0, c)):
-            known = str(counts[c]) if counts else "–"
-            table.add_row(cell(names[c]), known, percent(run.summary["per_class"][c]))
+            of_class = [str(known[c]) if known else "–" for known in (counts, tested)]
+            table.add_row(cell(names[c]), *of_class, percent(run.summary["per_class"][c]))
         console.print(table)
 
 

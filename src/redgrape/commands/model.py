@@ -11,6 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from redgrape.judged import over_classes
 from redgrape.progress import percent
 from redgrape.terminal import cell, printable
 
@@ -40,10 +41,11 @@ def evaluate(options: argparse.Namespace) -> None:
         print(json.dumps(scores))
         return
     console = Console()
+    over = over_classes([row["support"] for row in scores["per_class"]])
     lines = {
         "examples": str(scores["examples"]),
         "accuracy": f"{percent(scores['accuracy'])} %",
-        "class-balanced accuracy": f"{percent(scores['balanced'])} %",
+        "class-balanced accuracy": f"{percent(scores['balanced'])} %{f' ({over})' if over else ''}",
         "macro F1": f"{percent(scores['macro_f1'])} %",
         "expected calibration error": f"{percent(scores['ece'])} %",
         "negative log-likelihood": f"{scores['nll']:.4f}",

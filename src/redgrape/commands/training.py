@@ -87,13 +87,14 @@ def compare(options: argparse.Namespace) -> None:
         raise StorageError(f"'{path}' cannot be compared: {why}; {REMEDY}")
     results = report.collect(finished, options.on)
     picture = options.out / "per_class.png"
-    text = f"{report.markdown(results)}\n\n{report.caption(results)}\n"
+    notes = report.notes(results)
+    text = "\n\n".join([report.markdown(results), report.caption(results), *notes]) + "\n"
     durable.replace_file(options.out / "table.md", text.encode())
     if options.json:
         report.draw_per_class(results, picture)
         values = {r.label: {figure: r.values(figure) for figure in report.FIGURES} for r in results}
         extra_data = [r.label for r in results if r.title != r.label]
-        print(json.dumps({"table": values, "extra_data": extra_data, "picture": str(picture)}))
+        print(json.dumps({"table": values, "extra_data": extra_data, "notes": notes, "picture": str(picture)}))
         return
     report.print_table(results)
     report.draw_per_class(results, picture)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import torch
@@ -171,6 +171,11 @@ class Federation:
         """Training examples of each class over all clients."""
         counts: Rows = self.client_counts.sum(axis=0)
         return counts
+
+    def counts(self, split: Literal["test", "validation"]) -> list[int] | None:
+        """Examples of each class for evaluation."""
+        examples: Examples | None = getattr(self, split)
+        return None if examples is None else torch.bincount(examples.labels, minlength=self.num_classes).tolist()
 
     def client(self, k: int) -> Examples:
         return self.train.take(self.parts[k])

@@ -112,14 +112,16 @@ def _classes(federation: Federation) -> RenderableType:
     from rich.table import Table
 
     table = Table(title="Classes by training examples", title_justify="left")
-    for heading in ("group", "classes", "examples", "members"):
-        table.add_column(heading, justify="left" if heading in ("group", "members") else "right")
+    tests = federation.counts("test") or []
+    for heading in ("group", "classes", "examples", "test", "members: examples, test"):
+        table.add_column(heading, justify="left" if heading[0] in "gm" else "right")
     for group in ("head", "middle", "tail"):
         members = getattr(federation.groups, group)
         counts = federation.class_counts[list(members)]
-        listed = [f"{federation.class_names[c]} {federation.class_counts[c]}" for c in members[:SHOWN]]
+        listed = [f"{federation.class_names[c]} {federation.class_counts[c]}, {tests[c]}" for c in members[:SHOWN]]
         more = [f"and {len(members) - SHOWN} more"] if len(members) > SHOWN else []
-        table.add_row(group, str(len(members)), str(counts.sum()), cell(", ".join(listed + more)))
+        tested = str(sum(tests[c] for c in members))
+        table.add_row(group, str(len(members)), str(counts.sum()), tested, cell("; ".join(listed + more)))
     return table
 
 

@@ -2,8 +2,8 @@
 
 Runs of one setting differ by method and seed alone, so their curves may stand side by side:
 
-    settings   [{title, facts, methods: [{label, runs, hyper, file, toml, commands}]}]
-    runs       {id: {seed, state, done, result, per_class, confusion, norms, served, split, ...}}
+    settings   [{title, facts, notes, methods: [{label, runs, hyper, file, toml, commands}]}]
+    runs       {id: {seed, state, done, result, per_class, tested, confusion, norms, served, split, ...}}
     splits     {fingerprint: {class_names, known, class_counts, client_names, client_counts, groups, order: from head to
                tail}}
     rounds     {id: {round: [...], accuracy: [...], ...}}: a column a figure, null where there is none
@@ -26,6 +26,7 @@ from typing import Any
 
 import tomli_w
 
+from redgrape import judged
 from redgrape.page.reading import Reading
 from redgrape.report import EXTRA_DATA, FIGURES, cell, other_data, run_label
 from redgrape.terminal import printable
@@ -126,6 +127,7 @@ def _run(reading: Reading, split: dict[str, Any] | None) -> dict[str, Any]:
         "result": {figure: number(result.get(figure)) for figure in FIGURES},
         "averaged": len(summary["averaged_rounds"]) if summary else len(last),
         "per_class": _numbers(per_class, C),
+        "tested": _numbers(judged.counts_of(view.environment, summary), C),
         "confusion": _confusion((summary or {}).get("confusion"), C),
         "norms": _norms((summary or {}).get("classifier_norms"), C),
         "served": _served(reading, split),
@@ -242,10 +244,20 @@ def _settings(readings: Mapping[str, Reading], runs: Mapping[str, Any]) -> list[
             "title": title,
             "facts": _facts([readings[key] for key in keys])
             + ([["Not to be compared with others", text(reason)]] if reason else []),
+            "notes": _notes(readings[keys[0]], runs[keys[0]]["tested"]),
             "methods": _methods(keys, readings, runs),
         }
         for title, keys, reason in zip(titles, groups, why, strict=True)
     ]
+
+
+def _notes(reading: Reading, tested: Sequence[Any] | None) -> list[str]:
+    """Of the classes that have few test examples or none, and over how many classes the class-balanced mean is."""
+    environment = reading.view.environment or {}
+    names = [text(name) for name in environment.get("class_names", [])]
+    over = judged.over_classes(tested)
+    told = judged.notes(names, tested, environment.get("class_counts"))
+    return [*([f"class-balanced is over {over}"] if over else []), *told]
 
 
 def _shared(experiment: Mapping[str, Any]) -> dict[str, Any]:

@@ -382,9 +382,10 @@ function classChart(split, series, label, [least, most], format, tipFormat) {
 }
 
 function classTable(key, split, series, format) {
-  const head = ["class", "training examples", ...series.map((s) => s.name)];
+  const tested = runsOf(series[0].method).find((run) => run.tested)?.tested;
+  const head = ["class", "training examples", "test examples", ...series.map((s) => s.name)];
   const rows = split.order.map((c, i) => [c, i]).map(([c, i]) =>
-    [split.class_names[c], split.known ? split.class_counts[c] : "–", ...series.map((s) => format(s, i))]);
+    [split.class_names[c], split.known ? split.class_counts[c] : "–", tested?.[c] ?? "–", ...series.map((s) => format(s, i))]);
   return asTable(key, head, rows);
 }
 
@@ -660,6 +661,7 @@ function resultsCard() {
     runs.some((run) => run.state !== "finished")
       ? "Runs that are not finished stand with the rounds that they have done, and their figures of now." : null,
     methods.some((method) => method.label.endsWith("†")) ? "† uses extra balanced data at the server." : null,
+    ...(setting().notes || []).map((note) => `Note: ${note}.`),
   ];
   const best = figures.map((figure) => largest(known(methods.map((method) => mean(figuresOf(method, figure))))));
   const rows = methods.map((method) => {

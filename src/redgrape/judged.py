@@ -1,0 +1,45 @@
+"""By how many examples each class is judged, and what a reader must be told where they are few."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+FEW = 10
+NAMED = 8  # more classes than this are counted, not named
+
+
+def counts_of(environment: Mapping[str, Any] | None, summary: Mapping[str, Any] | None, on: str = "test") -> Any:
+    """Examples of each class that a run is evaluated on. Of a deployment, and of a run from before they were written
+    down, the confusion matrix tells: its rows add up to them. None where nothing does."""
+    if (known := (environment or {}).get(f"{on}_counts")) is not None:
+        return known
+    confusion = (summary or {}).get("confusion") if on == "test" else None
+    return None if confusion is None else [sum(row) for row in confusion]
+
+
+def over_classes(counts: Sequence[int] | None) -> str:
+    """Over how many classes a mean over the classes is, where some have no example; else nothing."""
+    return f"{sum(map(bool, counts))} of {len(counts)} classes" if counts and not all(counts) else ""
+
+
+def notes(
+    names: Sequence[str], counts: Sequence[int] | None, training: Sequence[int] | None, on: str = "test"
+) -> list[str]:
+    """The classes without an example to judge by, with few, and with none to learn from."""
+    if counts is None or len(counts) != len(names):
+        return []
+    none = [name for name, n in zip(names, counts, strict=True) if n == 0]
+    few = [f"{name} ({n})" for name, n in zip(names, counts, strict=True) if 0 < n < FEW]
+    unlearned = [name for name, n, t in zip(names, counts, training or [1] * len(names), strict=True) if n and not t]
+    told = {
+        f"no {on} example of {_listed(none)}, which no figure judges": none,
+        f"fewer than {FEW} {on} examples of {_listed(few)}: one is over 10 points of accuracy": few,
+        f"no training example of {_listed(unlearned)}, which cannot be recognised": unlearned,
+    }
+    return [words for words, classes in told.items() if classes]
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+    return f"class{'es' if len(names) > 1 else ''} {', '.join(map(str, names[:NAMED]))}{more}"
