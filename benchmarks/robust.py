@@ -34,7 +34,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from redgrape import methods, nets, robust, tree
+from redgrape import methods, nets, plausible, robust, tree
+from redgrape.acceptance import check_length
 from redgrape.data.examples import Examples
 from redgrape.data.federation import Federation
 from redgrape.data.prepare import DataOptions, prepare
@@ -312,8 +313,12 @@ def print_cost(options: argparse.Namespace) -> None:
             with same_bits_everywhere():
                 begin = time.process_time()
                 like = method.update_like(step.state.server, training.site)
+                model, measures = step.state.server["model"], {}
                 for k, answer in answers.items():
                     method.check_update(answer.update, like, federation.declared(k), training.site)
+                    check_length(answer.update, model)
+                    measures[k] = plausible.measured(answer.update, like, model, {}, None)
+                plausible.outliers(measures, model)
                 checks.append(time.process_time() - begin)
         whole, check = statistics.median(seconds[1:]), statistics.median(checks[1:])
         print(f"| {name} | {1e3 * whole:.1f} | {1e3 * check:.2f} | {100 * check / whole:.2f} % |")
