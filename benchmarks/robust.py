@@ -34,7 +34,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from redgrape import methods, nets, robust, tree
+from redgrape import methods, nets, plausible, robust, tree
+from redgrape.acceptance import check_length
 from redgrape.data.examples import Examples
 from redgrape.data.federation import Federation
 from redgrape.data.prepare import DataOptions, prepare
@@ -45,9 +46,7 @@ from redgrape.numerics import same_bits_everywhere
 from redgrape.training import Step, Training
 from redgrape.tree import Tensors
 
-LAST = 3
 RULES: tuple[robust.Rule, ...] = get_args(robust.Rule)
-TRAINING = {"lr": 0.1, "batch_size": 32, "epochs": 3}
 
 
 Attack = Callable[[Tensors, list[Tensors], Sequence[int]], Tensors]
@@ -127,6 +126,9 @@ def main() -> None:
     parser.add_argument("--clients", type=int, default=10)
     parser.add_argument("--malicious", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--last", type=int, default=3, help="rounds at the end whose mean is told")
+    parser.add_argument("--lr", type=float, default=0.1)
+    parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--methods", nargs="+", default=["redgrape", "fedavg"])
     parser.add_argument("--rules", nargs="+", default=list(RULES), choices=RULES)
@@ -152,6 +154,11 @@ def main() -> None:
 @cache
 def data(clients: int, seed: int) -> Federation:
     return prepare(DataOptions(source="digits", ir=50.0, partition="class_dirichlet", alpha=1.0, clients=clients), seed)
+
+
+def made(name: str, options: argparse.Namespace, rule: robust.Rule = "mean") -> Method:
+    training = {"lr": options.lr, "epochs": options.epochs, "batch_size": 32}
+    return methods.load(name)(aggregation=rule, byzantine=options.malicious, **training)
 
 
 def with_clients(federation: Federation, clients: list[Examples]) -> Federation:
@@ -183,7 +190,7 @@ def under_attack(name: str, options: argparse.Namespace) -> dict[str, dict[str, 
         if attack.startswith("prototypes") and name != "redgrape":
             continue
         for rule in options.rules:
-            method = methods.load(name)(aggregation=rule, byzantine=options.malicious, **TRAINING)
+            method = made(name, options, rule)
             found.setdefault(attack, {})[rule] = [
                 attacked_once(method, attack, seed, options) for seed in options.seeds
             ]
@@ -207,7 +214,7 @@ def attacked_once(method: Method, attack: str, seed: int, options: argparse.Name
     last: list[dict[str, Any]] = []
     try:
         for step, _ in train(method, federation, seed, options.rounds, malicious, ATTACKS[attack]):
-            if step.state.round > options.rounds - LAST:
+            if step.state.round > options.rounds - options.last:
                 last.append(step.record["test"])
     except Exception as error:  # a run that the attack brought down
         if type(error).__name__ not in ("Diverged", "TooFewClients"):
@@ -231,7 +238,7 @@ def tail_only(name: str, options: argparse.Namespace) -> dict[str, dict[str, lis
     often the other clients are, in every round."""
     found: dict[str, dict[str, list[float]]] = {}
     for rule in options.rules:
-        method = methods.load(name)(aggregation=rule, byzantine=options.malicious, **TRAINING)
+        method = made(name, options, rule)
         own: list[float] = []
         others: list[float] = []
         tail: list[float] = []
@@ -242,7 +249,7 @@ def tail_only(name: str, options: argparse.Namespace) -> dict[str, dict[str, lis
                 share = thrown_out(rule, options.malicious, step, {k: a.update for k, a in answers.items()})
                 own.append(share[odd])
                 others.append(statistics.fmean(s for k, s in share.items() if k != odd))
-                if step.state.round > options.rounds - LAST:
+                if step.state.round > options.rounds - options.last:
                     tail.append(step.record["test"]["tail"])
         found[rule] = {"tail_only": own, "others": others, "tail_recall": tail}
     return found
@@ -294,7 +301,7 @@ def print_cost(options: argparse.Namespace) -> None:
     federation = data(options.clients, seed)
     print("| method | round, ms | check of the updates, ms | share |\n|---|---|---|---|")
     for name in options.methods:
-        method = methods.load(name)(**TRAINING)
+        method = made(name, options)
         build = partial(nets.build, "mlp", tuple(federation.train.x.shape[1:]), federation.num_classes, seed)
         training = Training(method, federation, build, rounds=30, seed=seed)
         steps = train(method, federation, seed, 30, [], ATTACKS["none"])  # none of the first is evaluated
@@ -306,8 +313,12 @@ def print_cost(options: argparse.Namespace) -> None:
             with same_bits_everywhere():
                 begin = time.process_time()
                 like = method.update_like(step.state.server, training.site)
+                model, measures = step.state.server["model"], {}
                 for k, answer in answers.items():
                     method.check_update(answer.update, like, federation.declared(k), training.site)
+                    check_length(answer.update, model)
+                    measures[k] = plausible.measured(answer.update, like, model, {}, None)
+                plausible.outliers(measures, model)
                 checks.append(time.process_time() - begin)
         whole, check = statistics.median(seconds[1:]), statistics.median(checks[1:])
         print(f"| {name} | {1e3 * whole:.1f} | {1e3 * check:.2f} | {100 * check / whole:.2f} % |")
