@@ -12,7 +12,6 @@ import sys
 import threading
 import time
 from collections.abc import Iterable
-from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -48,7 +47,6 @@ from redgrape.flower.create import create, deployed, renew
 from redgrape.flower.deployed_run import DeployedRun
 from redgrape.flower.floors import why_refused
 from redgrape.flower.folder import DataAgreement, Deployment, DeployOptions, SiteFolder
-from redgrape.flower.launch import SitesOnly, guard
 from redgrape.flower.server_app import Journal
 from redgrape.flower.site import Site
 from redgrape.flower.site_states import SiteStates
@@ -732,47 +730,6 @@ def test_too_few_sites_stop_the_run_with_its_state_intact(deployment: Deployment
     whole = FakeGrid(deployment, sites)
     folder, _ = _run(deployment, whole, "a", min_answers=3)
     assert len(folder.metrics()) == 3
-
-
-def test_other_machines_reach_only_what_is_for_sites() -> None:
-    reached, sent = [], []
-
-    async def app(scope: Any, receive: Any, send: Any) -> None:
-        reached.append(scope["path"])
-
-    async def send(event: Any) -> None:
-        sent.append(event)
-
-    def ask(path: str, client: str) -> None:
-        scope = {"type": "http", "path": path, "client": (client, 5), "server": ("10.0.0.1", 8443)}
-        coroutine = SitesOnly(app)(scope, None, send)
-        with pytest.raises(StopIteration):
-            coroutine.send(None)
-
-    ask("/v1/control/start-run", "10.0.0.9")
-    ask("/v1/runtime/acquire-task", "10.0.0.9")
-    assert reached == [] and [event["status"] for event in sent if "status" in event] == [403, 403]
-    ask("/v1/fleet/pull-messages", "10.0.0.9")
-    ask("/v1/control/start-run", "10.0.0.1")
-    assert reached == ["/v1/fleet/pull-messages", "/v1/control/start-run"]
-
-
-def test_what_flower_serves_is_guarded_or_nothing_is_served() -> None:
-    """Whatever trust in headers the environment asks for, a client's address is that of its connection."""
-    served: dict[str, Any] = {}
-
-    def run(app: Any, **options: Any) -> None:
-        served.update(options, app=app)
-
-    flower = SimpleNamespace(uvicorn=SimpleNamespace(run=run))
-    guard(flower)
-    flower.uvicorn.run(app="theirs", host="10.0.0.1", proxy_headers=True)
-    assert isinstance(served["app"], SitesOnly)
-    assert (served["host"], served["proxy_headers"]) == ("10.0.0.1", False)
-    for unknown in (SimpleNamespace(), SimpleNamespace(uvicorn=SimpleNamespace())):
-        with pytest.raises(SystemExit, match="could not be closed"):
-            guard(unknown)
-    assert import_module("flwr.superlink.cli.flower_superlink").uvicorn.run  # what is replaced in the real one
 
 
 def test_clocks_are_held_to_what_flower_accepts() -> None:
