@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import shutil
 from pathlib import Path
 from typing import Any
@@ -170,7 +171,14 @@ def _fill(path: Path, options: DeployOptions) -> None:
     if not options.plain:
         authority = _write_certificates(server, options)
     for index, name in enumerate(options.sites):
-        _fill_site(path / "sites" / name, name, index, options, authority)
+        _fill_site(path / "sites" / name, name, index, options, authority, app_hash(app.parent))
+
+
+def app_hash(app: Path) -> str:
+    """Of the app as Flower sends it."""
+    from flwr.cli.build import build_fab_from_disk
+
+    return hashlib.sha256(build_fab_from_disk(app)).hexdigest()
 
 
 def renew(deployment: Deployment, days: int = certificates.SERVER_DAYS) -> None:
@@ -209,7 +217,7 @@ def _write_server_certificate(
     (server / "server.crt").write_bytes(certificates.certificate_bytes(certificate))
 
 
-def _fill_site(path: Path, name: str, index: int, options: DeployOptions, authority: bytes) -> None:
+def _fill_site(path: Path, name: str, index: int, options: DeployOptions, authority: bytes, app: str) -> None:
     path.mkdir(mode=0o700)
     site = SiteOptions(
         name=name,
@@ -217,6 +225,7 @@ def _fill_site(path: Path, name: str, index: int, options: DeployOptions, author
         sites=len(options.sites),
         server=options.address,
         plain=options.plain,
+        app=app,
         evaluates=options.test is None,
         min_count=options.min_count,
         min_clients=options.min_clients,

@@ -27,6 +27,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 TABLES = Path("/proc/net")  # the kernel's lists of connections
 _ESTABLISHED = "01"  # in other states a connection may have lost its owner, and 0 stands for its user
 HEAD_DEADLINE = 10.0  # seconds for the head of a request
+LINGER = 2.0  # seconds to take an answer after which the connection ends
 HEADS = 256  # connections that may wait for one at a time
 
 
@@ -128,6 +129,11 @@ class Bounded(H11Protocol):  # type: ignore[misc]  # Flower, which brings it, ma
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
         self._wait_no_more()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self.transport.is_closing():  # TLS reads on until the other side closes too
+            self.loop.call_later(LINGER, self.transport.abort)
 
     def _look(self) -> None:
         if self.conn.their_state is not h11.IDLE:

@@ -13,6 +13,7 @@ is started.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import signal
@@ -23,10 +24,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from redgrape.flower.processes import LOOK, POLL, end_with_parent
+from redgrape.flower.processes import APP, LOOK, POLL, end_with_parent
 
 HEARTBEAT = 10  # seconds; the least that the SuperLink accepts
 END = "\x1e"
+NOT_RUN = "not run: "  # before a SuperNode's word of an app that is not the site's
 OPEN_TO_SITES = ("/v1/fleet/", "/health")
 
 
@@ -61,6 +63,7 @@ def supernode() -> None:
 
     theirs = import_module("flwr.supernode.cli.flower_supernode")
     guard(theirs, "Config")
+    pin(start_client_internal, os.environ[APP])
     heartbeat.HEARTBEAT_DEFAULT_INTERVAL = HEARTBEAT
     fleet_http_connection.HEARTBEAT_DEFAULT_INTERVAL = HEARTBEAT
     patient = SimpleNamespace(**{name: getattr(time, name) for name in dir(time) if not name.startswith("_")})
@@ -68,6 +71,55 @@ def supernode() -> None:
     patient.sleep = lambda seconds: time.sleep(min(seconds, look))
     start_client_internal.time = patient
     theirs.flower_supernode()
+
+
+class OtherApp(Exception):
+    """The server sends an app that is not the site's; the message says which."""
+
+
+def pin(flower: Any, app: str) -> None:
+    """Let this module of Flower's take the app with this hash, and answer messages for another with an error. Which
+    folder an installed app is loaded from follows from the run's own word for it, which therefore must be the app's."""
+    from flwr.app import Error, Message
+    from flwr.cli.config_utils import get_fab_metadata
+    from flwr.common.constant import ErrorCode
+
+    pull = getattr(flower, "_pull_and_store_message", None)
+    if pull is None:
+        sys.exit("this version of Flower takes apps in an unknown way, and could not be held to the site's own")
+
+    def pull_pinned(*, state: Any, object_store: Any, receive: Any, get_run: Any, get_fab: Any, **more: Any) -> Any:
+        messages, runs = [], []
+
+        def received() -> Any:
+            messages.append(receive())
+            return messages[-1]
+
+        def run_of(number: int) -> Any:
+            runs.append(get_run(number))
+            return runs[-1]
+
+        def checked(name: str, run: int) -> Any:
+            fab = get_fab(name, run)
+            found = hashlib.sha256(fab.content).hexdigest()
+            if found != app:
+                raise OtherApp(f"the server's app is {found}, and this site runs {app} alone (app in its site.toml)")
+            named = fab.hash_str, runs[-1].fab_hash, runs[-1].fab_id, runs[-1].fab_version
+            if named != (app, app, *get_fab_metadata(fab.content)):
+                raise OtherApp("the server calls its app by another name than the app itself, which is not run")
+            return fab
+
+        own = {"receive": received, "get_run": run_of, "get_fab": checked}
+        try:
+            return pull(state=state, object_store=object_store, **own, **more)
+        except OtherApp as error:
+            message = messages[-1][0]
+            print(f"{NOT_RUN}{error}", flush=True)
+            answer = Message(Error(ErrorCode.INVALID_FAB, str(error)), reply_to=message)
+            flower._insert_message(answer, state, object_store)
+            return message.metadata.run_id
+
+    flower._pull_and_store_message = pull_pinned
 
 
 def clientapps() -> None:
