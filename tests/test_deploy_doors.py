@@ -80,7 +80,7 @@ def connect(address: tuple[str, int], user: int | None = None) -> socket.socket:
         connection = socket.socket(family)
     finally:
         if user is not None:
-            os.seteuid(0)
+            os.seteuid(os.getuid())
     connection.settimeout(20)
     connection.connect(address)
     return connection

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import http.client
 import os
-import socket
 import ssl
 import time
 import tomllib
@@ -24,6 +22,8 @@ from redgrape.flower import certificates
 from redgrape.flower.create import create
 from redgrape.flower.folder import Deployment, write_private
 from redgrape.flower.processes import APP, environment
+from test_deploy_doors import connect, head
+from test_deploy_doors import status as status_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
@@ -218,20 +218,6 @@ def test_nothing_listens_beyond_the_address_asked_for(deployment: Local, tally: 
     tally("nothing listens beyond the address asked for", len(listening), len(listening))
 
 
-def _status(connection: http.client.HTTPConnection, path: str, user: int) -> int:
-    """Of an answer to a request of this user's."""
-    own = os.geteuid()
-    os.seteuid(user)
-    try:
-        connection.connect()
-    finally:
-        os.seteuid(own)
-    connection.request("POST", path, body=b"", headers={"content-type": PROTOBUF_MEDIA_TYPE})
-    code = connection.getresponse().status
-    connection.close()
-    return code
-
-
 CLOSED = ["/v1/control/list-nodes", "/v1/control/start-run", "/v1/runtime/acquire-task", "/docs", "/openapi.json"]
 STRANGER = 12345  # a user's number
 
@@ -243,8 +229,12 @@ def test_another_user_of_the_server_s_machine_reaches_only_the_sites_part(
     context = ssl.create_default_context(cafile=str(deployment.path / "server/ca.crt"))
 
     def status(path: str, user: int) -> int:
-        connection = http.client.HTTPSConnection("127.0.0.1", deployment.port, timeout=10, context=context)
-        return _status(connection, path, user)
+        with (
+            connect(("127.0.0.1", deployment.port), user) as plain,
+            context.wrap_socket(plain, server_hostname="localhost") as connection,
+        ):
+            connection.sendall(head(path, 0))
+            return status_of(connection)
 
     assert [status(path, STRANGER) for path in CLOSED] == [403] * len(CLOSED)
     assert status("/v1/control/list-nodes", os.geteuid()) != 403
@@ -254,14 +244,20 @@ def test_another_user_of_the_server_s_machine_reaches_only_the_sites_part(
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
 def test_another_user_of_a_site_s_machine_reaches_nothing(deployment: Local, tally: Callable[..., None]) -> None:
-    commands = [_words(pid).decode().split("\0") for pid in _family(deployment)]
-    ports = [int(words[words.index("--port") + 1]) for words in commands if "supernode" in words]
-    assert len(ports) == 2
+    def doors() -> list[int] | None:
+        commands = [_words(pid).decode().split("\0") for pid in _family(deployment)]
+        found = [int(words[words.index("--port") + 1]) for words in commands if "supernode" in words]
+        logs = [deployment.path / f"sites/{name}/supernode.log" for name in ("north", "south")]
+        ready = all(log.exists() and "SuperNode ID" in log.read_text() for log in logs)
+        return found if ready and len(found) == 2 else None
+
+    ports = wait_for(doors, "two SuperNodes")
     for port in ports:
         for path, own in (("/v1/runtime/acquire-task", 200), ("/v1/runtime/pull-task-input", 401), ("/health", 405)):
-            connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
-            assert _status(connection, path, STRANGER) == 403
-            assert _status(connection, path, os.geteuid()) == own
+            for user, answer in ((STRANGER, 403), (os.geteuid(), own)):
+                with connect(("127.0.0.1", port), user) as connection:
+                    connection.sendall(head(path, 0, f"content-type: {PROTOBUF_MEDIA_TYPE}"))
+                    assert status_of(connection) == answer
     tally("another user of a site's machine takes no question", len(ports), len(ports))
 
 
@@ -271,11 +267,11 @@ def test_a_connection_without_a_key_fills_no_memory(deployment: Local, tally: Ca
     (link,) = [pid for pid in _family(deployment) if b"superlink\0--host" in _words(pid)]
     before, sent = _memory(link), 0
     with (
-        socket.create_connection(("127.0.0.1", deployment.port), timeout=30) as plain,
+        connect(("127.0.0.1", deployment.port)) as plain,
         context.wrap_socket(plain, server_hostname="localhost") as connection,
     ):
-        head = "POST /v1/fleet/push-object HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n"
-        connection.sendall(f"{head}content-type: {PROTOBUF_MEDIA_TYPE}\r\n\r\n".encode())
+        begin = "POST /v1/fleet/push-object HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n"
+        connection.sendall(f"{begin}content-type: {PROTOBUF_MEDIA_TYPE}\r\n\r\n".encode())
         begun = time.monotonic()
         try:
             while sent < 1 << 30 and time.monotonic() < begun + 60:

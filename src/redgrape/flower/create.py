@@ -84,7 +84,7 @@ What leaves your site:
 {leaves}
 
 These limits are in `site.toml` and are kept here, whatever the server asks for. The server chooses the method and its
-settings; it also sends the Flower app, which is code: take part only with a server that you trust that far.
+settings. It also sends the Flower app, which is code: only the one whose SHA-256 is `app` in `site.toml` is run here.
 
 `key` is your site's key: keep it to yourself, readable by you alone. `states/` holds what your site must remember
 between rounds: keep it while a run goes on.
@@ -92,7 +92,8 @@ between rounds: keep it while a run goes on.
 
 _LEAVES = """\
 - in each round your update of the model (with some methods also a second one of its size, such as that of
-  SCAFFOLD's control variates), the number of your examples and your mean training loss;
+  SCAFFOLD's control variates), the number of your examples and your mean training loss; such an update often tells
+  which classes you hold, and nearly the features of an example that is the only one of its class;
 - with RedGrape and CReFF a mean gradient for each class of which you hold at least {min_count} examples, and so which
   these classes are; with some settings also how many examples of them you hold;
 - where a method asks for it before the first round, how many examples of each class you hold: {counts};
