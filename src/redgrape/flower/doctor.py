@@ -170,7 +170,7 @@ def _reachable(folder: SiteFolder) -> Finding:
 def _clock(folder: SiteFolder) -> Finding:
     try:
         return _clock_finding(clock_ahead(folder))
-    except OSError as error:
+    except (OSError, ValueError) as error:
         return Finding("clock", "warning", f"not compared: {error}")
 
 

@@ -115,7 +115,7 @@ class SiteRole:
                 self._say(f"waiting for the server {self._folder.options.server} ({reason})")
                 told, since = reason, time.monotonic()
             time.sleep(AGAIN)
-        with suppress(OSError):  # it has just ended again, as the SuperNode will find
+        with suppress(OSError, ValueError):  # it has just ended again, as the SuperNode will find
             if wrong := why_clock_is_wrong(clock_ahead(self._folder)):
                 self._say(f"the clock of this machine is {wrong}")
 
@@ -222,7 +222,7 @@ def check_server(folder: SiteFolder) -> str | None:
 
 
 def clock_ahead(folder: SiteFolder) -> float:
-    """By how many seconds this machine's clock is ahead of the server's; OSError where that is not told."""
+    """Seconds that this machine's clock is ahead of the server's; OSError or ValueError where these are not told."""
     host, _, port = folder.options.server.rpartition(":")
     host = host.strip("[]")
     connection: HTTPConnection
