@@ -13,6 +13,13 @@ rounds. The attacker has what the method gives it, the model and the prototypes,
 Prints a Markdown table: exact recoveries (relative error below 0.01), near ones (below 0.1), the median relative error,
 and the mean cosine to the victim's features. Beside them what the mean of the other clients' examples of the class
 gives, at the length that fits the victim best: that needs nothing of the victim's client, so it is what chance gives.
+
+A second table is of the model's own update, which the server has with every method. The victim is the only example
+of its class at a client with 20 others, and in `private` no prototype of it is sent:
+
+    class       the bias of a class rises in training where the client holds it, and it is not yet well known; a false
+                alarm is a class that the client does not hold
+    features    the class's row of the classifier's change, divided by the change of its bias
 """
 
 from __future__ import annotations
@@ -21,7 +28,7 @@ import argparse
 import json
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -39,7 +46,8 @@ from redgrape.classifier_gradients import residual
 from redgrape.data.prepare import DataOptions, prepare
 from redgrape.engines import ClientHalf
 from redgrape.features import features
-from redgrape.method import ServerSite
+from redgrape.method import Method, ServerSite
+from redgrape.methods.fedavg import FedAvg
 from redgrape.methods.redgrape import RedGrape
 from redgrape.nets.net import Net
 from redgrape.tree import Tensors, Tree
@@ -79,6 +87,23 @@ CASES = [
     Case("private; one of 8", PRIVATE, "server", "ratio", 8),
     Case("private; one of 8", PRIVATE, "server", "fit", 8),
     Case("private; one of 8 at each of 5 clients", PRIVATE, "any client", "ratio", 8),
+]
+
+
+@dataclass(frozen=True)
+class UpdateCase:
+    """A row of the second table: the method, and of which classes the other examples at the victim's client are."""
+
+    name: str
+    method: Method
+    classes: tuple[int, ...]
+
+
+FEDAVG = FedAvg(epochs=1, lr=0.02)
+UPDATES = [
+    UpdateCase(name, method, classes)
+    for classes in (tuple(range(10)), (0, 1), (0,))  # the first are the commonest in training
+    for name, method in (("private", PRIVATE), ("fedavg", FEDAVG))
 ]
 
 
@@ -141,17 +166,11 @@ def attack(
         used += 0 if k == 0 else max(case.others, 8)
         kept = mine if k == 0 or case.others else []
         clients.append(pool.take([*kept, *rest[20 * k : 20 * k + 20].tolist()]))
-    net = build()
-    net.load_state_dict(model)
-    net.eval()
+    net = loaded(build, model)
     h = encoded(net, pool.take([victim]))[0]
     others = class_mean(net, pool.take(same[case.held - 1 : used]), c)
-    federation = rg.Federation(clients, pool, 10)
-    half = ClientHalf(method, federation, build, 0, 2, CPU)
-    site = ServerSite(build, len(clients), 10, 0, 1, 2, CPU)
-    server = tree.ordered(method.init_server(model, site))
     asked = [0] if case.attacker == "server" else range(len(clients))
-    updates = {k: half.run(k, method.broadcast(server), None, 1).update for k in asked}
+    server, site, updates = one_round(method, model, build, clients, asked)
     seen = sent_by_victim(updates[0], c) if case.attacker == "server" else released(method, server, updates, site, c)
     if seen is None:
         guess = others
@@ -161,6 +180,40 @@ def attack(
         found = fit(seen, c, net.classifier, case.held, starts, victim)
         guess = found[(found - h).norm(dim=1).argmin()]
     return float((guess - h).norm() / h.norm()), cosine(guess, h), cosine(others, h)
+
+
+def loaded(build: Any, model: Tensors) -> Net:
+    net: Net = build()
+    net.load_state_dict(model)
+    return net.eval()
+
+
+def one_round(
+    method: Method, model: Tensors, build: Any, clients: Sequence[rg.Examples], asked: Iterable[int]
+) -> tuple[Tree, ServerSite, dict[int, Tree]]:
+    """The server's state, its site, and what the clients that are asked send."""
+    half = ClientHalf(method, rg.Federation(clients, clients[0], 10), build, 0, 2, CPU)
+    site = ServerSite(build, len(clients), 10, 0, 1, 2, CPU)
+    server = tree.ordered(method.init_server(model, site))
+    return server, site, {k: half.run(k, method.broadcast(server), None, 1).update for k in asked}
+
+
+def attack_update(
+    case: UpdateCase, model: Tensors, build: Any, pool: rg.Examples, victim: int
+) -> tuple[bool, int, int, float, float]:
+    """Whether the victim's class is told, false alarms, classes that could give one, relative error, cosine."""
+    c = int(pool.labels[victim])
+    random = keys.numpy_stream(0, "attack", victim)
+    labels = pool.labels.numpy()
+    rest = random.permutation(np.flatnonzero(np.isin(labels, case.classes) & (labels != c)))[:20]
+    client = pool.take([victim, *rest.tolist()])
+    h = encoded(loaded(build, model), pool.take([victim]))[0]
+    delta = one_round(case.method, model, build, [client] * (OTHERS + 1), [0])[2][0]["delta"]
+    weight, bias = delta["classifier.weight"], delta["classifier.bias"]
+    absent = torch.bincount(client.labels, minlength=10) == 0
+    guess = weight[c] / bias[c]
+    error = float((guess - h).norm() / h.norm())
+    return bool(bias[c] > 0), int((absent & (bias > 0)).sum()), int(absent.sum()), error, cosine(guess, h)
 
 
 def sent_by_victim(update: Tree, c: int) -> Tensors | None:
@@ -215,6 +268,17 @@ def main() -> None:
             f"{r['error']:.2g} | {r['cosine']:.3f} | {r['others_near']} | {r['others']:.3f} |",
             flush=True,
         )
+    print("\n| update of | classes of the others | class told | false alarms | exact | near | median error | cosine |")
+    print("|---|---|---|---|---|---|---|---|")
+    for update in UPDATES:
+        found = [attack_update(update, model, build, pool, int(v)) for v in victims]
+        rows.append(update_row(update, found))
+        r = rows[-1]
+        print(
+            f"| {update.name} | {', '.join(map(str, update.classes))} | {r['told']} of {len(found)} | {r['alarms']} of "
+            f"{r['absent']} | {r['exact']} | {r['near']} | {r['error']:.2g} | {r['cosine']:.3f} |",
+            flush=True,
+        )
     if options.json:
         options.json.write_text(json.dumps(rows, indent=2) + "\n")
 
@@ -231,6 +295,21 @@ def row(case: Case, results: Sequence[tuple[float, float, float]]) -> dict[str, 
         "cosine": statistics.fmean(cosines),
         "others_near": sum(math.sqrt(max(0.0, 1 - cos**2)) < 0.1 for cos in others),  # at the best length
         "others": statistics.fmean(others),
+    }
+
+
+def update_row(case: UpdateCase, results: Sequence[tuple[bool, int, int, float, float]]) -> dict[str, Any]:
+    told, alarms, absent, errors, cosines = zip(*results, strict=True)
+    return {
+        "update of": case.name,
+        "classes": case.classes,
+        "told": sum(told),
+        "alarms": sum(alarms),
+        "absent": sum(absent),
+        "exact": sum(error < 0.01 for error in errors),
+        "near": sum(error < 0.1 for error in errors),
+        "error": statistics.median(errors),
+        "cosine": statistics.fmean(cosines),
     }
 
 

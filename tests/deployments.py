@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 import tomllib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,10 @@ import numpy as np
 import tomli_w
 
 from redgrape import Examples, Federation
+from redgrape.engines import Answer, Lost
+from redgrape.engines.in_process import InProcess
 from redgrape.experiment import Experiment, put
+from redgrape.flower.create import app_hash
 from redgrape.store import RunFolder
 from redgrape.training import Training
 
@@ -193,6 +196,14 @@ class Local:
             put(values, key.replace("__", "."), value)
         path.write_text(tomli_w.dumps(values))
 
+    def set_app(self, **files: str) -> None:
+        """Change files of the app, which the sites are then to run."""
+        for name, text in files.items():
+            (self.path / f"app/redgrape_app/{name}.py").write_text(text)
+        for path in self.path.glob("sites/*/site.toml"):
+            values = tomllib.loads(path.read_text()) | {"app": app_hash(self.path / "app")}
+            path.write_text(tomli_w.dumps(values))
+
     def start(self) -> Local:
         self.start_server()
         for name in SITES:
@@ -258,3 +269,27 @@ def locally(experiment: Experiment, federated: Federated, **more: Any) -> Any:
         for step in training.steps(model=model):
             server = step.state.server
     return server
+
+
+class _Catching(InProcess):
+    """The local engine, which keeps the updates of the first round."""
+
+    updates: dict[int, Any]
+
+    def run_clients(self, broadcast: Any, tasks: Any, round: int) -> Iterator[tuple[int, Answer | Lost]]:
+        answers = dict(super().run_clients(broadcast, tasks, round))
+        if round == 1:
+            self.updates = {k: answer.update for k, answer in answers.items() if isinstance(answer, Answer)}
+        yield from answers.items()
+
+
+def first_updates(experiment: Experiment, federated: Federated) -> dict[int, Any]:
+    """What each site would send in the first round without secure aggregation."""
+    engines: list[_Catching] = []
+
+    def engine(half: Any) -> _Catching:
+        engines.append(_Catching(half))
+        return engines[0]
+
+    locally(experiment, federated, engine=engine)
+    return engines[0].updates

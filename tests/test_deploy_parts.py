@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import math
 import os
@@ -25,9 +26,15 @@ import torch
 pytest.importorskip("flwr")
 
 from flwr.app import Error, Message, RecordDict
+from flwr.cli.build import build_fab_from_disk
+from flwr.supercore.fab import Fab
+from flwr.supercore.inflatable.inflatable_object import get_object_tree
+from flwr.supercore.object_store import ObjectStoreFactory
+from flwr.supercore.run import Run
 from flwr.supercore.task_identity import TaskIdentity
+from flwr.supernode.nodestate import NodeStateFactory
 
-from deployments import CLASSES, SITES, Federated, locally
+from deployments import CLASSES, SITES, Federated, locally, wait_for
 from redgrape import cli, methods, tree
 from redgrape.disclosure import disclosed, in_words
 from redgrape.errors import ConfigError, DataError, RedgrapeError, StorageError, TooFewClients
@@ -44,11 +51,11 @@ from redgrape.flower import (
     submission,
     wire,
 )
-from redgrape.flower.create import create, deployed, renew
+from redgrape.flower.create import app_hash, create, deployed, renew
 from redgrape.flower.deployed_run import DeployedRun
 from redgrape.flower.floors import why_refused
 from redgrape.flower.folder import DataAgreement, Deployment, DeployOptions, SiteFolder
-from redgrape.flower.launch import SitesOnly, guard
+from redgrape.flower.launch import NOT_RUN, pin
 from redgrape.flower.server_app import Journal
 from redgrape.flower.site import Site
 from redgrape.flower.site_states import SiteStates
@@ -104,6 +111,7 @@ def test_init_writes_what_each_party_needs(deployment: Deployment) -> None:
     assert certificates.public_identity(site / "key.pub") == certificates.private_identity(site / "key")
     assert certificates.days_left(deployment.server / "server.crt") > 800
     assert "ash, beech, cedar, date" in (site / "README.md").read_text()
+    assert SiteFolder(site).options.app == app_hash(deployment.path / "app")
     before = (deployment.server / "server.crt").read_bytes()
     renew(deployment)
     assert (deployment.server / "server.crt").read_bytes() != before
@@ -736,45 +744,99 @@ def test_too_few_sites_stop_the_run_with_its_state_intact(deployment: Deployment
     assert len(folder.metrics()) == 3
 
 
-def test_other_machines_reach_only_what_is_for_sites() -> None:
-    reached, sent = [], []
+class Sent:
+    """What a SuperNode gets of the server: one message, and the run and the app that it is for."""
 
-    async def app(scope: Any, receive: Any, send: Any) -> None:
-        reached.append(scope["path"])
+    def __init__(self, app: Path, **changes: str) -> None:
+        content = build_fab_from_disk(app)
+        name = hashlib.sha256(content).hexdigest()
+        said = {"fab_id": "redgrape/redgrape-app", "fab_version": "1.0.0", "fab_hash": name} | changes
+        message = Message(RecordDict(), dst_node_id=1, message_type="train")
+        message.metadata.__dict__ |= {"_run_id": 5, "_message_id": message.object_id, "_src_node_id": 1}
+        run = Run.create_empty(5)
+        for key, value in said.items():
+            setattr(run, key, value)
+        self.stored = NodeStateFactory(objectstore_factory=ObjectStoreFactory())
+        self.parts = {
+            "receive": lambda: (message, get_object_tree(message)),
+            "get_run": lambda number: run,
+            "get_fab": lambda name, number: Fab(said["fab_hash"], content, {}),
+            "pull_object": lambda number, name: message.deflate(),
+            "confirm_message_received": lambda number, name: None,
+        }
 
-    async def send(event: Any) -> None:
-        sent.append(event)
-
-    def ask(path: str, client: str) -> None:
-        scope = {"type": "http", "path": path, "client": (client, 5), "server": ("10.0.0.1", 8443)}
-        coroutine = SitesOnly(app)(scope, None, send)
-        with pytest.raises(StopIteration):
-            coroutine.send(None)
-
-    ask("/v1/control/start-run", "10.0.0.9")
-    ask("/v1/runtime/acquire-task", "10.0.0.9")
-    assert reached == [] and [event["status"] for event in sent if "status" in event] == [403, 403]
-    ask("/v1/fleet/pull-messages", "10.0.0.9")
-    ask("/v1/control/start-run", "10.0.0.1")
-    assert reached == ["/v1/fleet/pull-messages", "/v1/control/start-run"]
+    def pulled(self, pinned: str) -> tuple[list[str], list[str]]:
+        """The kinds of tasks that the SuperNode makes of it, and the errors that it answers."""
+        theirs = import_module("flwr.supernode.start_client_internal")
+        flower = SimpleNamespace(**vars(theirs))
+        pin(flower, pinned)
+        state = self.stored.state()
+        state.set_node_id(1)
+        store = self.stored.objectstore_factory.store()
+        flower._pull_and_store_message(
+            state=state, object_store=store, node_config={}, trusted_entities=None, **self.parts
+        )
+        answers = [store.get(reply.metadata.message_id) for reply in state.get_messages_legacy(is_reply=True)]
+        return [task.type for task in state.get_tasks()], [bytes(answer).decode(errors="replace") for answer in answers]
 
 
-def test_what_flower_serves_is_guarded_or_nothing_is_served() -> None:
-    """Whatever trust in headers the environment asks for, a client's address is that of its connection."""
-    served: dict[str, Any] = {}
+def test_a_site_runs_the_app_that_it_knows_and_no_other(
+    deployment: Deployment, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With Flower's own SuperNode: another app, and the right one by a name that leads to another folder."""
+    TaskIdentity.run_id = TaskIdentity.node_id = TaskIdentity.task_id = 1
+    app, own = deployment.path / "app", SiteFolder(deployment.site("north")).options.app
+    tasks, errors = Sent(app).pulled(own)
+    assert len(tasks) == 1 and errors == []
+    for changes in ({"fab_version": "1.0.0/../../evil"}, {"fab_id": "evil/app"}, {"fab_hash": "0" * 64}):
+        tasks, errors = Sent(app, **changes).pulled(own)
+        assert tasks == [] and "by another name" in errors[0]
+    (app / "redgrape_app/client.py").write_text("print('run')\n")
+    tasks, errors = Sent(app).pulled(own)
+    assert tasks == [] and f"this site runs {own} alone (app in its site.toml)" in errors[0]
+    assert capsys.readouterr().out.count(NOT_RUN) == 4
+    with pytest.raises(SystemExit, match="could not be held"):
+        pin(SimpleNamespace(), own)
 
-    def run(app: Any, **options: Any) -> None:
-        served.update(options, app=app)
 
-    flower = SimpleNamespace(uvicorn=SimpleNamespace(run=run))
-    guard(flower)
-    flower.uvicorn.run(app="theirs", host="10.0.0.1", proxy_headers=True)
-    assert isinstance(served["app"], SitesOnly)
-    assert (served["host"], served["proxy_headers"]) == ("10.0.0.1", False)
-    for unknown in (SimpleNamespace(), SimpleNamespace(uvicorn=SimpleNamespace())):
-        with pytest.raises(SystemExit, match="could not be closed"):
-            guard(unknown)
-    assert import_module("flwr.superlink.cli.flower_superlink").uvicorn.run  # what is replaced in the real one
+def test_a_site_tells_of_an_app_that_it_did_not_run_once(deployment: Deployment, federated: Federated) -> None:
+    said: list[str] = []
+    role = site_role.SiteRole(SiteFolder(deployment.site("north")), federated.data("north"), said.append)
+    for words in (
+        "SuperNode ID: 5",
+        f"{NOT_RUN}the one | more",
+        f"{NOT_RUN}the one | more",
+        "all else",
+        f"{NOT_RUN}two",
+    ):
+        role._tell_of_other_app(words)
+    assert said == ["NOT RUN: the one", "NOT RUN: two"]
+    role.stop()
+
+
+def test_a_site_whose_clock_is_wrong_is_told_when_it_joins(
+    deployment: Deployment, federated: Federated, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    role = site_role.SiteRole(SiteFolder(deployment.site("north")), federated.data("north"), said.append)
+    monkeypatch.setattr(site_role, "check_server", lambda folder: None)
+    clocks = iter([0.5, 30.0, -100.0, OSError("gone")])
+
+    def ahead(folder: SiteFolder) -> float:
+        clock = next(clocks)
+        if isinstance(clock, OSError):
+            raise clock
+        return clock
+
+    monkeypatch.setattr(site_role, "clock_ahead", ahead)
+    for _ in range(4):
+        role._await_server()
+    assert said == [
+        "the clock of this machine is 30 seconds ahead of the server's, and Flower refuses what a site signs so; "
+        "set it",
+        "the clock of this machine is 100 seconds behind the server's; set it",
+    ]
+    role.stop()
 
 
 def test_clocks_are_held_to_what_flower_accepts() -> None:
@@ -926,6 +988,51 @@ def test_a_resident_process_that_hangs_is_started_again(
     assert said == ["the site's process hangs; starting it again"]
     assert role._resident.stopped == 1
     role.stop()
+
+
+def test_what_was_forked_for_a_supernode_ends_with_it(
+    deployment: Deployment, federated: Federated, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would try to reach the port of the SuperNode that has ended, without an end."""
+    role = site_role.SiteRole(SiteFolder(deployment.site("north")), federated.data("north"), print)
+    role._resident, role._warm, role._node = Stuck(), (forked := Stuck()), (node := Stuck())  # type: ignore[assignment]
+    monkeypatch.setattr(node, "code", lambda: 1)
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(role, "_await_server", lambda again: None)
+    started: list[str] = []
+
+    def start_node() -> None:
+        assert (forked.stopped, started) == (1, ["warm"])
+        role._node = Stuck()  # type: ignore[assignment]
+
+    monkeypatch.setattr(role, "_start_warm", lambda: started.append("warm"))
+    monkeypatch.setattr(role, "_start_node", start_node)
+    looks = iter(range(9))
+    role.watch(until=lambda: next(looks) == 4)
+    assert (forked.stopped, node.stopped, started) == (1, 1, ["warm"])
+    role.stop()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="ends with its parent there")
+def test_what_was_forked_ends_with_the_process_that_forked_it(tmp_path: Path) -> None:
+    """A client app that tries to reach a SuperNode that is not there."""
+    command = [sys.executable, "-m", "redgrape.flower.launch", "clientapps", str(tmp_path / "s")]
+    owned = processes.Owned(command, processes.environment(tmp_path), tmp_path / "log")
+    try:
+        wait_for((tmp_path / "s").exists, "a process that forks", 60)
+        with socket.socket(socket.AF_UNIX) as link:
+            wait_for(lambda: link.connect_ex(str(tmp_path / "s")) == 0, "a connection", 10)
+            words = ["--insecure", "--runtime-api-address", "127.0.0.1:1", "--token", "x"]
+            link.sendall("\0".join([*words, "--parent-pid", str(os.getpid())]).encode())
+            link.shutdown(socket.SHUT_WR)
+            assert link.recv(1) == b"+"
+        children = Path(f"/proc/{owned.process.pid}/task/{owned.process.pid}/children")
+        (child,) = map(int, wait_for(lambda: children.read_text().split(), "a fork", 10))
+        wait_for(lambda: "Connection attempt failed" in (tmp_path / "log").read_text(), "an attempt", 30)
+        os.kill(owned.process.pid, signal.SIGKILL)
+        wait_for(lambda: not still_runs(child), "its end", 30)
+    finally:
+        owned.stop()
 
 
 def test_a_resident_process_promises_when_it_will_be_done(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import http.client
+import os
 import ssl
+import time
 import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,12 +14,16 @@ import pytest
 pytest.importorskip("flwr")
 
 import tomli_w
+from flwr.supercore.protobuf.constants import PROTOBUF_MEDIA_TYPE
 
-from deployments import Federated, Local, Running, family, free_port, wait_for
+from deployments import Federated, Local, Running, family, first_updates, free_port, wait_for
+from redgrape import tree
 from redgrape.flower import certificates
 from redgrape.flower.create import create
 from redgrape.flower.folder import Deployment, write_private
-from redgrape.flower.processes import environment
+from redgrape.flower.processes import APP, environment
+from test_deploy_doors import connect, head
+from test_deploy_doors import status as status_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
@@ -80,7 +85,8 @@ def test_a_server_with_another_authority_is_refused(deployment: Local, west: Pat
 
 def raw(*words: object, log: Path, home: Path) -> Running:
     """Flower's own command, as redgrape starts it."""
-    return Running(*words, log=log, program=["-m", "redgrape.flower.launch"], **environment(home))
+    env = environment(home, {APP: "0" * 64})
+    return Running(*words, log=log, program=["-m", "redgrape.flower.launch"], **env)
 
 
 def _flower_itself_refuses(deployment: Local, folder: Path) -> bool:
@@ -212,19 +218,106 @@ def test_nothing_listens_beyond_the_address_asked_for(deployment: Local, tally: 
     tally("nothing listens beyond the address asked for", len(listening), len(listening))
 
 
-def test_only_the_sites_part_of_the_server_is_open_to_others(deployment: Local) -> None:
+CLOSED = ["/v1/control/list-nodes", "/v1/control/start-run", "/v1/runtime/acquire-task", "/docs", "/openapi.json"]
+STRANGER = 12345  # a user's number
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
+def test_another_user_of_the_server_s_machine_reaches_only_the_sites_part(
+    deployment: Local, tally: Callable[..., None]
+) -> None:
     context = ssl.create_default_context(cafile=str(deployment.path / "server/ca.crt"))
 
-    def status(path: str, source: str) -> int:
-        connection = http.client.HTTPSConnection(
-            "127.0.0.1", deployment.port, timeout=10, context=context, source_address=(source, 0)
-        )
-        connection.request("POST", path, body=b"")
-        code = connection.getresponse().status
-        connection.close()
-        return code
+    def status(path: str, user: int) -> int:
+        with (
+            connect(("127.0.0.1", deployment.port), user) as plain,
+            context.wrap_socket(plain, server_hostname="localhost") as connection,
+        ):
+            connection.sendall(head(path, 0))
+            return status_of(connection)
 
-    closed = ["/v1/control/list-nodes", "/v1/control/start-run", "/v1/runtime/acquire-task", "/docs", "/openapi.json"]
-    assert [status(path, "127.0.0.2") for path in closed] == [403] * len(closed)
-    assert status("/v1/control/list-nodes", "127.0.0.1") != 403
-    assert status("/v1/fleet/pull-messages", "127.0.0.2") in (400, 401, 415)  # open, but not without a key
+    assert [status(path, STRANGER) for path in CLOSED] == [403] * len(CLOSED)
+    assert status("/v1/control/list-nodes", os.geteuid()) != 403
+    assert status("/v1/fleet/pull-messages", STRANGER) in (400, 401, 415)  # open, but not without a key
+    tally("another user of the server's machine starts nothing", len(CLOSED), len(CLOSED))
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
+def test_another_user_of_a_site_s_machine_reaches_nothing(deployment: Local, tally: Callable[..., None]) -> None:
+    def doors() -> list[int] | None:
+        commands = [_words(pid).decode().split("\0") for pid in _family(deployment)]
+        found = [int(words[words.index("--port") + 1]) for words in commands if "supernode" in words]
+        logs = [deployment.path / f"sites/{name}/supernode.log" for name in ("north", "south")]
+        ready = all(log.exists() and "SuperNode ID" in log.read_text() for log in logs)
+        return found if ready and len(found) == 2 else None
+
+    ports = wait_for(doors, "two SuperNodes")
+    for port in ports:
+        for path, own in (("/v1/runtime/acquire-task", 200), ("/v1/runtime/pull-task-input", 401), ("/health", 405)):
+            for user, answer in ((STRANGER, 403), (os.geteuid(), own)):
+                with connect(("127.0.0.1", port), user) as connection:
+                    connection.sendall(head(path, 0, f"content-type: {PROTOBUF_MEDIA_TYPE}"))
+                    assert status_of(connection) == answer
+    tally("another user of a site's machine takes no question", len(ports), len(ports))
+
+
+def test_a_connection_without_a_key_fills_no_memory(deployment: Local, tally: Callable[..., None]) -> None:
+    """A request of a gigabyte, in chunks and so without its length."""
+    context = ssl.create_default_context(cafile=str(deployment.path / "server/ca.crt"))
+    (link,) = [pid for pid in _family(deployment) if b"superlink\0--host" in _words(pid)]
+    before, sent = _memory(link), 0
+    with (
+        connect(("127.0.0.1", deployment.port)) as plain,
+        context.wrap_socket(plain, server_hostname="localhost") as connection,
+    ):
+        begin = "POST /v1/fleet/push-object HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n"
+        connection.sendall(f"{begin}content-type: {PROTOBUF_MEDIA_TYPE}\r\n\r\n".encode())
+        begun = time.monotonic()
+        try:
+            while sent < 1 << 30 and time.monotonic() < begun + 60:
+                connection.sendall(b"100000\r\n" + bytes(1 << 20) + b"\r\n")
+                sent += 1 << 20
+        except (OSError, ssl.SSLError):
+            pass
+    grown = _memory(link) - before
+    assert sent < 1 << 30 and grown < 1 << 25, (sent, grown)
+    assert time.monotonic() < begun + 30
+    tally("a connection without a key fills no memory", 1, 1)
+
+
+def _words(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
+
+
+def _memory(pid: int) -> int:
+    """Bytes, at the most so far."""
+    (line,) = [line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("VmHWM")]
+    return 1024 * int(line.split()[1])
+
+
+def test_what_single_sites_send_is_not_on_the_server_s_disk(deployment: Local, tally: Callable[..., None]) -> None:
+    """Not while the server runs, nor after: the first weights of each site's update are in no file of the server's."""
+    deployment.run("traces", *SMALL, "--rounds", 2, "--method", "fedavg", "-c", "min_answers=2")
+    updates = first_updates(deployment.folder("traces").experiment(), deployment.federated)
+    traces = [tree.flatten(updates[k])["delta/classifier.weight"].numpy().tobytes()[:64] for k in (0, 1)]
+    files = [path for path in deployment.path.rglob("*") if path.is_file() and "sites" not in path.parts]
+    assert len(files) > 10 and not any(trace in path.read_bytes() for trace in traces for path in files)
+    tally("what single sites send is not on the server's disk", len(traces), len(traces))
+
+
+def test_another_app_is_not_run_at_the_sites(deployment: Local, tmp_path: Path, tally: Callable[..., None]) -> None:
+    """What whoever has the server could send."""
+    code = deployment.path / "app/redgrape_app/client.py"
+    before, trace = code.read_text(), tmp_path / "trace"
+    code.write_text(f"open({str(trace)!r}, 'w').close()\n{before}")
+    try:
+        text = deployment.run("other-app", *SMALL, "--rounds", 1, code=4)
+    finally:
+        code.write_text(before)
+    assert not trace.exists()
+    assert "alone (app in its site.toml)" in text and "NOT RUN" in deployment.sites["north"].text()
+    deployment.run("own-app", *SMALL, "--rounds", 1)
+    tally("another app is not run at a site", 2, 2)

@@ -15,10 +15,8 @@ import torch
 
 pytest.importorskip("flwr")
 
-from deployments import SITES, Federated, Local, locally, still_there, wait_for
+from deployments import SITES, Federated, Local, first_updates, still_there, wait_for
 from redgrape import tree
-from redgrape.engines import Answer, Lost
-from redgrape.engines.in_process import InProcess
 from redgrape.flower import fixed_point, secure_sum
 from test_deploy_slow import _locally_without
 
@@ -71,7 +69,7 @@ class Watched(Local):
         super().__init__(folder, federated, "--secure-aggregation", *flags)
         self.letters = folder / "letters"
         self.letters.mkdir()
-        (self.path / "app/redgrape_app/server.py").write_text(RECORDER.format(folder=str(self.letters)))
+        self.set_app(server=RECORDER.format(folder=str(self.letters)))
 
     def received(self, **asked: Any) -> list[Received]:
         found = []
@@ -102,30 +100,6 @@ def deployment(tmp_path_factory: pytest.TempPathFactory, federated: Federated) -
         deployment.start()
         yield deployment
     assert not still_there(folder)
-
-
-class Catching(InProcess):
-    """The local engine, which keeps the updates of the first round."""
-
-    updates: dict[int, Any]
-
-    def run_clients(self, broadcast: Any, clients: Any, states: Any, round: int) -> Iterator[tuple[int, Answer | Lost]]:
-        answers = dict(super().run_clients(broadcast, clients, states, round))
-        if round == 1:
-            self.updates = {k: answer.update for k, answer in answers.items() if isinstance(answer, Answer)}
-        yield from answers.items()
-
-
-def _first_updates(deployment: Local, name: str) -> dict[int, Any]:
-    """What each site would have sent in the first round of this run without secure aggregation."""
-    engines: list[Catching] = []
-
-    def engine(half: Any) -> Catching:
-        engines.append(Catching(half))
-        return engines[0]
-
-    locally(deployment.folder(name).experiment(), deployment.federated, engine=engine)
-    return engines[0].updates
 
 
 @pytest.mark.parametrize("method", ["fedavg", "scaffold", "redgrape"])
@@ -167,7 +141,7 @@ def test_what_the_server_receives_of_a_site_is_masked(deployment: Watched, tally
     assert {letter.asked["kind"] for letter in letters} == {"join", "sum"}
     assert {letter.asked["of"] for letter in letters if letter.asked["kind"] == "sum"} == {"train"}
     method = deployment.folder("watched").experiment().method.create()
-    updates = _first_updates(deployment, "watched")
+    updates = first_updates(deployment.folder("watched").experiment(), deployment.federated)
     hidden = 0
     for k, update in updates.items():
         layout, true = fixed_point.encode(method.summand(update), len(SITES))

@@ -137,14 +137,37 @@ def test_the_private_preset_sends_and_releases_nothing_of_it() -> None:
         assert not method.broadcast(after)["prototypes"][name][1:].any()
 
 
-def test_floors_alone_do_not_stop_a_server_that_solves_for_the_features() -> None:
-    """Of n < C examples a prototype has as many equations as unknowns: all n feature vectors come out."""
+def _attacks() -> Any:
     pytest.importorskip("scipy")
     spec = importlib.util.spec_from_file_location("prototype_attack", ROOT / "benchmarks" / "prototype_attack.py")
     assert spec is not None and spec.loader is not None
     benchmark = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = benchmark  # dataclasses look their module up
     spec.loader.exec_module(benchmark)
+    return benchmark
+
+
+@pytest.mark.parametrize("name", ["private", "fedavg"])
+def test_the_model_s_own_update_tells_of_a_single_example(name: str) -> None:
+    """Where no other example is taken for its class, row c of the gradient is (p_c - 1) h / n, its bias (p_c - 1) / n:
+    the bias rises, those of classes that are not there fall, and one division gives h."""
+    benchmark = _attacks()
+    random = torch.Generator().manual_seed(0)
+    x = torch.rand(40, 1, 4, 4, generator=random)
+    labels = torch.tensor([7, *[0] * 39])
+    build = partial(nets.build, "linear", (1, 4, 4), 10, 0)
+    model = {key: t.clone() for key, t in build().state_dict().items()}
+    model["classifier.bias"] = torch.tensor([0.0] + [-12.0] * 9)
+    (case,) = [case for case in benchmark.UPDATES if (case.name, case.classes) == (name, (0,))]
+    told, alarms, absent, error, cosine = benchmark.attack_update(case, model, build, rg.Examples(x, labels), 0)
+    assert told and (alarms, absent) == (0, 8)
+    assert error < 0.01 and cosine > 0.999
+
+
+def test_floors_alone_do_not_stop_a_server_that_solves_for_the_features() -> None:
+    """Of n < C examples an exact prototype has as many equations as unknowns: all n feature vectors come out. One of
+    rank 1, as in the preset `private`, does not tell them apart."""
+    benchmark = _attacks()
     random = torch.Generator().manual_seed(0)
     classifier = torch.nn.Linear(20, 10)
     torch.nn.init.normal_(classifier.weight, std=0.3, generator=random)

@@ -11,6 +11,7 @@ resident.py       a site's resident process, which keeps the data; client_app.py
 server_role.py    the server's processes; site_role.py: a site's; submission.py: a run handed over and followed
 processes.py      processes that are owned, watched and ended with all that they have started
 launch.py         Flower's own commands with the settings of a deployment; link.py: what is asked of the SuperLink
+doors.py          who is let in where Flower listens, and how much of a request is read
 warm.py           processes for Flower's messages, forked from one that has everything imported
 doctor.py         what may be wrong with a deployment, and what to do
 """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import shutil
 from pathlib import Path
 from typing import Any
@@ -81,7 +82,7 @@ What leaves your site:
 {leaves}
 
 These limits are in `site.toml` and are kept here, whatever the server asks for. The server chooses the method and its
-settings; it also sends the Flower app, which is code: take part only with a server that you trust that far.
+settings. It also sends the Flower app, which is code: only the one whose SHA-256 is `app` in `site.toml` is run here.
 
 `key` is your site's key: keep it to yourself, readable by you alone. `states/` holds what your site must remember
 between rounds: keep it while a run goes on.
@@ -89,7 +90,8 @@ between rounds: keep it while a run goes on.
 
 _LEAVES = """\
 - in each round your update of the model (with some methods also a second one of its size, such as that of
-  SCAFFOLD's control variates), the number of your examples and your mean training loss;
+  SCAFFOLD's control variates), the number of your examples and your mean training loss; such an update often tells
+  which classes you hold, and nearly the features of an example that is the only one of its class;
 - with RedGrape and CReFF a mean gradient for each class of which you hold at least {min_count} examples, and so which
   these classes are; with some settings also how many examples of them you hold;
 - where a method asks for it before the first round, how many examples of each class you hold: {counts};
@@ -172,7 +174,14 @@ def _fill(path: Path, options: DeployOptions) -> None:
     if not options.plain:
         authority = _write_certificates(server, options)
     for index, name in enumerate(options.sites):
-        _fill_site(path / "sites" / name, name, index, options, authority)
+        _fill_site(path / "sites" / name, name, index, options, authority, app_hash(app.parent))
+
+
+def app_hash(app: Path) -> str:
+    """Of the app as Flower sends it."""
+    from flwr.cli.build import build_fab_from_disk
+
+    return hashlib.sha256(build_fab_from_disk(app)).hexdigest()
 
 
 def renew(deployment: Deployment, days: int = certificates.SERVER_DAYS) -> None:
@@ -211,7 +220,7 @@ def _write_server_certificate(
     (server / "server.crt").write_bytes(certificates.certificate_bytes(certificate))
 
 
-def _fill_site(path: Path, name: str, index: int, options: DeployOptions, authority: bytes) -> None:
+def _fill_site(path: Path, name: str, index: int, options: DeployOptions, authority: bytes, app: str) -> None:
     path.mkdir(mode=0o700)
     site = SiteOptions(
         name=name,
@@ -219,6 +228,7 @@ def _fill_site(path: Path, name: str, index: int, options: DeployOptions, author
         sites=len(options.sites),
         server=options.address,
         plain=options.plain,
+        app=app,
         evaluates=options.test is None,
         min_count=options.min_count,
         min_clients=options.min_clients,

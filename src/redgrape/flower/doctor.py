@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import datetime
-import email.utils
 import shutil
 import socket
-import ssl
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Literal
@@ -23,11 +19,9 @@ from redgrape.flower.create import deployed
 from redgrape.flower.folder import Deployment, SiteFolder
 from redgrape.flower.link import Link
 from redgrape.flower.server_role import check_port
-from redgrape.flower.site_role import check_server
+from redgrape.flower.site_role import AHEAD, BEHIND, check_server, clock_ahead, why_clock_is_wrong
 
 SOON = 30.0  # days before its end at which a certificate is worth a word
-AHEAD, BEHIND = 4.0, 290.0  # seconds that a site's clock may differ; Flower refuses it from 5 and 305 on
-SKEW = 60.0  # seconds behind that are worth a word
 FREE = 1 << 30  # bytes
 OLDEST_FLOWER, FIRST_FLOWER_TOO_NEW = (1, 41), (1, 42)
 
@@ -174,35 +168,17 @@ def _reachable(folder: SiteFolder) -> Finding:
 
 
 def _clock(folder: SiteFolder) -> Finding:
-    """Against the server's clock: signatures carry the time."""
-    host, _, port = folder.options.server.rpartition(":")
-    host = host.strip("[]")
-    connection: HTTPConnection
-    if folder.options.plain:
-        connection = HTTPConnection(host, int(port), timeout=5)
-    else:
-        context = ssl.create_default_context(cafile=str(folder.authority))
-        connection = HTTPSConnection(host, int(port), timeout=5, context=context)
     try:
-        connection.request("GET", "/health/live")
-        date = connection.getresponse().getheader("date")
-    except (OSError, HTTPException) as error:
-        return Finding("clock", "warning", f"not compared: the server does not answer ({error})")
-    finally:
-        connection.close()
-    if not date:
-        return Finding("clock", "warning", "not compared: the server tells no time")
-    # The server tells whole seconds, cut off, so that this is up to one too large.
-    return _clock_finding(time.time() - email.utils.parsedate_to_datetime(date).timestamp() - 0.5)
+        return _clock_finding(clock_ahead(folder))
+    except (OSError, ValueError) as error:
+        return Finding("clock", "warning", f"not compared: {error}")
 
 
 def _clock_finding(ahead: float) -> Finding:
-    words = f"{abs(ahead):.0f} seconds {'ahead of' if ahead > 0 else 'behind'} the server's"
-    if ahead > AHEAD or -ahead > BEHIND:
-        return Finding("clock", "bad", f"{words}, and Flower refuses what a site signs so; set it")
-    if -ahead > SKEW:
-        return Finding("clock", "warning", f"{words}; set it")
-    return Finding("clock", "good", words)
+    wrong = why_clock_is_wrong(ahead)
+    if wrong is not None:
+        return Finding("clock", "warning" if -BEHIND <= ahead <= AHEAD else "bad", wrong)
+    return Finding("clock", "good", f"{abs(ahead):.0f} seconds {'ahead of' if ahead > 0 else 'behind'} the server's")
 
 
 def _site_data(folder: SiteFolder, data: Path) -> str:

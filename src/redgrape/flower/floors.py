@@ -1,8 +1,9 @@
 """What a deployment holds the server's experiment to. The server's command looks at it before a run, and every site
 again before it answers, by its own site.toml.
 
-    min_count      no site tells of a class of which it holds fewer examples, neither how many nor a gradient; and where
-                   there is such a floor, no site sends a gradient that can be solved for the examples behind it
+    min_count      of a class of which it holds fewer examples no site sends how many, or a gradient; and where there is
+                   such a floor, no gradient that can be solved for the examples behind it. The update of the model
+                   itself may still tell of such a class
     min_clients    no class is released that fewer sites report
 """
 

@@ -158,6 +158,7 @@ class SiteOptions(_Described):
     sites: int = Field(ge=1, description="how many there are")
     server: str = Field(min_length=3, description="host:port")
     plain: bool = False
+    app: str = Field(pattern="^[0-9a-f]{64}$", description="the SHA-256 of the Flower app; no other is run here")
     evaluates: bool = Field(description="whether models are evaluated at the sites, each of which holds out a test set")
     min_count: int = Field(8, ge=1, description="refuse to report a class of which there are fewer examples here")
     min_clients: int = Field(3, ge=1, description="refuse that a class is released which fewer sites report")
@@ -209,11 +210,6 @@ class Deployment:
     @property
     def server(self) -> Path:
         return self.path / "server"
-
-    @property
-    def database(self) -> str:
-        """Where the SuperLink keeps the sites' keys and the messages under way."""
-        return str(self.server / "superlink.db")
 
     @property
     def flower_home(self) -> Path:

@@ -68,11 +68,10 @@ class Link:
         return {name: status[node] for name, node in self._registered().items() if node in status}
 
     def register(self, keys: Mapping[str, Path]) -> None:
-        """Make the keys of these sites known."""
+        """Make the keys of the sites known."""
         commands = [["supernode", "register", str(key), NAME, "--name", name] for name, key in keys.items()]
         nodes = [str(answer["node-id"]) for answer in self._ask_all(commands)]
-        known = self._registered() | dict(zip(keys, nodes, strict=True))
-        durable.replace_file(self._nodes, json.dumps(known).encode())
+        durable.replace_file(self._nodes, json.dumps(dict(zip(keys, nodes, strict=True))).encode())
 
     @property
     def _nodes(self) -> Path:
@@ -86,7 +85,7 @@ class Link:
             return {}
         except (OSError, ValueError, AttributeError) as error:
             raise StorageError(
-                f"'{self._nodes}' cannot be read ({error}); remove it and superlink.db beside it, which makes all anew"
+                f"'{self._nodes}' cannot be read ({error}); start the server again, which makes it anew"
             ) from error
 
     def start(self, settings: Mapping[str, str], *more: str) -> str:

@@ -30,6 +30,7 @@ OFF = {
 DEPLOYMENT = "REDGRAPE_DEPLOYMENT"  # the server's folder
 SOCKET = "REDGRAPE_SITE_SOCKET"  # where a site's resident process listens
 SIMULATED_DATA = "REDGRAPE_SIMULATED_DATA"  # the data of all sites, where they are simulated here
+APP = "REDGRAPE_APP"  # the hash of the app that a site runs
 LOOK = "REDGRAPE_LOOK"  # seconds between two looks of a SuperNode for messages
 POLL = 0.2  # seconds between two looks of Flower for work, which cost the server some milliseconds each
 

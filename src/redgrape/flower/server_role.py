@@ -19,6 +19,7 @@ from redgrape.flower.processes import DEPLOYMENT, Owned, environment, require_fl
 RESTARTS = 5  # in a row, after which it is given up
 LOOK_EVERY = 10.0  # seconds between two looks whether it answers
 UNANSWERED = 12  # looks in a row, after which it counts as hung
+IN_MEMORY = ":flwr-in-memory:"  # on disk, what single sites have sent would stay after it was deleted
 STEADY = 60.0  # seconds after which a start counts as one that went well
 
 
@@ -35,9 +36,11 @@ class Server:
         require_flower()
         options, server = self.deployment.options, self.deployment.server
         check_port(options.bind, options.port)
+        for database in server.glob("superlink.db*"):  # of a version that kept one
+            database.unlink()
         self.link.write_connection()
         command = [sys.executable, "-m", "redgrape.flower.launch", "superlink"]
-        command += ["--host", options.bind, "--port", str(options.port), "--database", self.deployment.database]
+        command += ["--host", options.bind, "--port", str(options.port), "--database", IN_MEMORY]
         command += ["--simulation"] if self._simulation else []
         if options.plain or self._simulation:
             command += ["--insecure"]
@@ -57,7 +60,7 @@ class Server:
                 f"the server has ended with code {owned.code()}: {owned.last_words()[-300:]}; see {log}"
             )
         if not options.plain and not self._simulation:
-            self._register()
+            self.link.register({name: self.deployment.site(name) / "key.pub" for name in options.sites})
 
     def _check_certificates(self) -> None:
         server = self.deployment.server
@@ -67,16 +70,6 @@ class Server:
                     f"'{server / name}' has expired; `redgrape deploy renew {self.deployment.path}` makes a new one"
                 )
         certificates.check_private(server / "server.key")
-
-    def _register(self) -> None:
-        """Make the sites' keys known, as far as they are not."""
-        known = self.link.sites()
-        names = [name for name in self.deployment.options.sites if name not in known]
-        try:
-            self.link.register({name: self.deployment.site(name) / "key.pub" for name in names})
-        except RedgrapeError as error:  # a crash may have come between a registration and our note of it
-            database = self.deployment.database
-            raise RedgrapeError(f"{error}; if keys are in use already, remove '{database}': it is made anew") from error
 
     def watch(self) -> None:
         """Until it is interrupted. A SuperLink that ends, or does not answer any more, is started again."""

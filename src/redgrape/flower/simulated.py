@@ -36,10 +36,6 @@ class SimulatedDeployment(Deployment):
     def flower_home(self) -> Path:
         return self.server / "simulated" / "flower"
 
-    @property
-    def database(self) -> str:
-        return ":flwr-in-memory:"
-
 
 def data_of(data: Path, name: str) -> Path:
     """Where a simulated site's data is: PATH/NAME, a folder, or PATH/NAME.npz."""

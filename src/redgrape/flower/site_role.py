@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import email.utils
 import json
 import os
 import socket
@@ -10,14 +11,17 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from pathlib import Path
 from typing import Any
 
 from redgrape.errors import BusyError, ConfigError, DataError, RedgrapeError, StorageError
 from redgrape.flower import certificates, warm
 from redgrape.flower.folder import SiteFolder
+from redgrape.flower.launch import NOT_RUN
 from redgrape.flower.patience import PROMISE, Promise
-from redgrape.flower.processes import LOOK, POLL, SOCKET, Owned, environment, require_flower
+from redgrape.flower.processes import APP, LOOK, POLL, SOCKET, Owned, environment, require_flower
 
 START_DEADLINE = 600.0  # seconds for the data to be read and checked
 CONNECT_DEADLINE = 20.0
@@ -25,6 +29,8 @@ PATIENCE = 120.0  # seconds to retry where the server is there and refuses: a si
 AGAIN = 3.0
 TOLD_EVERY = 300.0  # seconds between two words of a site that waits for its server
 BROKEN_LOOKS = 20  # in a row that see a promise broken: after a pause of the machine it may just not be renewed yet
+AHEAD, BEHIND = 4.0, 290.0  # seconds that a site's clock may differ; Flower refuses it from 5 and 305 on
+SKEW = 60.0  # seconds behind that are worth a word
 LOOKS_A_SECOND = 20.0  # of all sites together, for messages, so that many sites do not keep the server busy
 
 
@@ -42,6 +48,7 @@ class SiteRole:
         self._node: Owned | None = None
         self._promise = Promise(Path(self._socket).with_name(PROMISE))
         self._broken = 0
+        self._other_app = ""
 
     def start(self) -> dict[str, Any]:
         """Read and check the data, then connect; what the site holds, for its own eyes."""
@@ -91,7 +98,8 @@ class SiteRole:
 
     def _environment(self) -> dict[str, str]:
         look = max(self.poll, self._folder.options.sites / LOOKS_A_SECOND)
-        env = environment(self._folder.flower_home, {SOCKET: self._socket, LOOK: str(look)}, self.poll)
+        told = {SOCKET: self._socket, LOOK: str(look), APP: self._folder.options.app}
+        env = environment(self._folder.flower_home, told, self.poll)
         return env | {"PATH": f"{self._sockets.name}/bin{os.pathsep}{env['PATH']}"}
 
     @property
@@ -107,6 +115,9 @@ class SiteRole:
                 self._say(f"waiting for the server {self._folder.options.server} ({reason})")
                 told, since = reason, time.monotonic()
             time.sleep(AGAIN)
+        with suppress(OSError, ValueError):  # it has just ended again, as the SuperNode will find
+            if wrong := why_clock_is_wrong(clock_ahead(self._folder)):
+                self._say(f"the clock of this machine is {wrong}")
 
     def _why_not(self, again: bool) -> str | None:
         try:
@@ -142,10 +153,11 @@ class SiteRole:
                 self._say(f"the site's process {what}; starting it again")
                 self._resident.stop()
                 self._start_resident()
-            if self._warm is not None and self._warm.code() is not None:
-                self._warm.stop()
+            node_ended = self._node.code() is not None
+            if self._warm is not None and (node_ended or self._warm.code() is not None):
+                self._warm.stop()  # with what was forked, which would try to reach a SuperNode that has ended for ever
                 self._start_warm()
-            if self._node.code() is not None:
+            if node_ended:
                 said = self._node.last_words()
                 self._node.stop()
                 if "[code:" in said:  # the server's own word; else it was not reached
@@ -161,9 +173,18 @@ class SiteRole:
                 time.sleep(AGAIN)
                 self._await_server(again=True)
                 self._start_node()
-            elif "SuperNode ID" in self._node.last_words():
-                refused_since = None
+            else:
+                said = self._node.last_words()
+                refused_since = None if "SuperNode ID" in said else refused_since
+                self._tell_of_other_app(said)
             time.sleep(0.5)
+
+    def _tell_of_other_app(self, said: str) -> None:
+        """Once of each, where the SuperNode has said that it did not run one."""
+        words = said.rpartition(NOT_RUN)[2].partition(" | ")[0] if NOT_RUN in said else self._other_app
+        if words != self._other_app:
+            self._other_app = words
+            self._say(f"NOT RUN: {words}")
 
     def stop(self) -> None:
         for owned in (self._node, self._warm, self._resident):
@@ -198,6 +219,37 @@ def check_server(folder: SiteFolder) -> str | None:
         ) from error
     except OSError as error:
         return str(error.strerror or error)
+
+
+def clock_ahead(folder: SiteFolder) -> float:
+    """Seconds that this machine's clock is ahead of the server's; OSError or ValueError where these are not told."""
+    host, _, port = folder.options.server.rpartition(":")
+    host = host.strip("[]")
+    connection: HTTPConnection
+    if folder.options.plain:
+        connection = HTTPConnection(host, int(port), timeout=5)
+    else:
+        context = ssl.create_default_context(cafile=str(folder.authority))
+        connection = HTTPSConnection(host, int(port), timeout=5, context=context)
+    try:
+        connection.request("GET", "/health/live")
+        date = connection.getresponse().getheader("date")
+    except HTTPException as error:
+        raise OSError(f"the server's answer is not understood ({type(error).__name__})") from error
+    finally:
+        connection.close()
+    if not date:
+        raise OSError("the server tells no time")
+    # The server tells whole seconds, cut off, so that this is up to one too large.
+    return time.time() - email.utils.parsedate_to_datetime(date).timestamp() - 0.5
+
+
+def why_clock_is_wrong(ahead: float) -> str | None:
+    """None where it is not: what a site signs carries the time."""
+    words = f"{abs(ahead):.0f} seconds {'ahead of' if ahead > 0 else 'behind'} the server's"
+    if not -BEHIND <= ahead <= AHEAD:
+        return f"{words}, and Flower refuses what a site signs so; set it"
+    return f"{words}; set it" if -ahead > SKEW else None
 
 
 def _free_port() -> int:

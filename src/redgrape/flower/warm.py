@@ -16,6 +16,8 @@ import threading
 from pathlib import Path
 from typing import NoReturn
 
+from redgrape.flower.processes import end_with_parent
+
 _SCRIPT = """\
 #!{python} -SE
 import os, socket, sys
@@ -61,6 +63,7 @@ def serve(listens_at: Path) -> NoReturn:
                 connection.settimeout(5)
                 words = _words(connection)
                 if words and os.fork() == 0:
+                    end_with_parent()
                     listening.close()
                     connection.close()
                     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
