@@ -18,10 +18,10 @@ from torch import Tensor
 from redgrape import nets
 from redgrape.data.examples import Examples
 from redgrape.data.prepare import prepare
-from redgrape.experiment import Experiment
-from redgrape.export import newest_state
-from redgrape.report import RunView
-from redgrape.store import RunFolder
+from redgrape.exported.export import newest_state
+from redgrape.reading.run_tables import RunView
+from redgrape.runs.experiment import Experiment
+from redgrape.runs.folder import RunFolder
 
 PENALTY = 1e-3  # of the squared weights; chosen beforehand
 

@@ -11,9 +11,9 @@ from pathlib import Path
 import torch
 
 from redgrape.data.prepare import prepare
-from redgrape.experiment import Experiment
 from redgrape.methods.climb import client_weights
-from redgrape.report import RunView
+from redgrape.reading.run_tables import RunView
+from redgrape.runs.experiment import Experiment
 
 
 def main() -> None:

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from redgrape import nets
-from redgrape.gradient_matching import match
+from redgrape.learning.gradient_matching import match
 from redgrape.method import ServerSite
 from redgrape.methods.creff import Creff
 from redgrape.tree import Tensors

@@ -23,11 +23,11 @@ from pathlib import Path
 
 import numpy as np
 
-from redgrape.flower.create import create
-from redgrape.flower.folder import Deployment, DeployOptions, SiteFolder
-from redgrape.flower.server_role import Server, running
-from redgrape.flower.site_role import SiteRole
-from redgrape.store import RunFolder
+from redgrape.deploy.processes.server_role import Server, running
+from redgrape.deploy.processes.site_role import SiteRole
+from redgrape.deploy.setup.create import create
+from redgrape.deploy.setup.folder import Deployment, DeployOptions, SiteFolder
+from redgrape.runs.folder import RunFolder
 
 SITES = ("north", "south", "west")
 

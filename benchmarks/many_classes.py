@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 import redgrape as rg
-from redgrape import keys, tree
+from redgrape import determinism, tree
 from redgrape.data.longtail import exponential
 from redgrape.data.partition import partition
 from redgrape.method import ClientId
@@ -49,7 +49,7 @@ class Weighed(RedGrape):
 
 def build(seed: int = 0) -> rg.Net:
     widths = (INPUTS, *HIDDEN, FEATURES)
-    with keys.global_stream(keys.key(seed, "net")):
+    with determinism.global_stream(determinism.key(seed, "net")):
         layers = [layer for pair in itertools.pairwise(widths) for layer in (nn.Linear(*pair), nn.ReLU())]
         return rg.Net(nn.Sequential(*layers), nn.Linear(FEATURES, CLASSES))
 

@@ -29,12 +29,12 @@ import torch
 
 import redgrape as rg
 from redgrape import nets
-from redgrape.accounting import epsilon
 from redgrape.data.federation import Federation
 from redgrape.data.prepare import DataOptions, prepare
 from redgrape.method import Method
 from redgrape.methods.fedavg import FedAvg
 from redgrape.methods.redgrape import RedGrape
+from redgrape.privacy.account import epsilon
 
 SETTINGS: dict[str, tuple[dict[str, Any], str, dict[str, Any], int]] = {
     # data, net, hyper-parameters, rounds; the digits have those of experiments/demo.toml

@@ -41,11 +41,11 @@ from scipy.optimize import least_squares
 from torch import Tensor, nn
 
 import redgrape as rg
-from redgrape import keys, nets, tree
-from redgrape.classifier_gradients import residual
+from redgrape import determinism, nets, tree
 from redgrape.data.prepare import DataOptions, prepare
 from redgrape.engines import ClientHalf
-from redgrape.features import features
+from redgrape.learning.classifier import residual
+from redgrape.learning.features import features
 from redgrape.method import Method, ServerSite
 from redgrape.methods.fedavg import FedAvg
 from redgrape.methods.redgrape import RedGrape
@@ -139,7 +139,7 @@ def fit(prototype: Tensors, c: int, W: nn.Linear, n: int, starts: int, seed: int
         made = R.T @ np.concatenate([M, np.ones((n, 1))], axis=1) / n
         return np.concatenate([(made - wanted).ravel(), np.zeros(max(0, n * r - made.size))])
 
-    random = keys.numpy_stream(seed, "fit")
+    random = determinism.numpy_stream(seed, "fit")
     spread = np.linalg.norm(mean) * r**-0.5
     best: Any = None
     for _ in range(starts):
@@ -157,7 +157,7 @@ def attack(
     """Relative error, cosine, and the cosine of what the other clients give."""
     method = case.method
     c = int(pool.labels[victim])
-    random = keys.numpy_stream(0, "attack", victim)
+    random = determinism.numpy_stream(0, "attack", victim)
     same = [int(i) for i in random.permutation((pool.labels == c).nonzero().flatten().numpy()) if i != victim]
     rest = random.permutation((pool.labels != c).nonzero().flatten().numpy())
     clients, used = [], case.held - 1
@@ -203,7 +203,7 @@ def attack_update(
 ) -> tuple[bool, int, int, float, float]:
     """Whether the victim's class is told, false alarms, classes that could give one, relative error, cosine."""
     c = int(pool.labels[victim])
-    random = keys.numpy_stream(0, "attack", victim)
+    random = determinism.numpy_stream(0, "attack", victim)
     labels = pool.labels.numpy()
     rest = random.permutation(np.flatnonzero(np.isin(labels, case.classes) & (labels != c)))[:20]
     client = pool.take([victim, *rest.tolist()])
@@ -255,7 +255,7 @@ def main() -> None:
     torch.set_num_threads(1)
     model, federation, build = trained("digits", options.net, 0, options.rounds)
     pool = federation.test
-    victims = keys.numpy_stream(0, "victims").permutation(len(pool))[: options.victims]
+    victims = determinism.numpy_stream(0, "victims").permutation(len(pool))[: options.victims]
     print("| what is sent | attacker | attack | exact | near | median error | cosine | others: near | others: cosine |")
     print("|---|---|---|---|---|---|---|---|---|")
     rows: list[dict[str, Any]] = []

@@ -32,17 +32,17 @@ from typing import Any, get_args
 
 import numpy as np
 import torch
+from redgrape.acceptance import check_length
 from torch import Tensor
 
 from redgrape import methods, nets, plausible, robust, tree
-from redgrape.acceptance import check_length
 from redgrape.data.examples import Examples
 from redgrape.data.federation import Federation
 from redgrape.data.prepare import DataOptions, prepare
+from redgrape.determinism import same_bits_everywhere
 from redgrape.engines import Answer, ClientHalf, Lost
 from redgrape.engines.in_process import InProcess
 from redgrape.method import Method
-from redgrape.numerics import same_bits_everywhere
 from redgrape.training import Step, Training
 from redgrape.tree import Tensors
 

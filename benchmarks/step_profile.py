@@ -19,8 +19,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from redgrape import nets
-from redgrape.numerics import keep_freed_memory
-from redgrape.sgd import Sgd
+from redgrape.determinism import keep_freed_memory
+from redgrape.learning.sgd import Sgd
 
 sys.path.insert(0, str(Path(__file__).parent / "peers"))
 from saved import training_flop

@@ -15,9 +15,9 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-from redgrape.experiment import Experiment
-from redgrape.runs import file_digests
-from redgrape.suites.description import identity
+from redgrape.reading.suites.description import identity
+from redgrape.runs.experiment import Experiment
+from redgrape.runs.run import file_digests
 
 GONE = {"prototype_message": "table", "prototype_rank": "none", "prototype_precision": "single"}
 

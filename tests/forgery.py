@@ -7,7 +7,7 @@ import shutil
 import tomllib
 from pathlib import Path
 
-from redgrape.checksums import hash_of
+from redgrape.runs.checksums import hash_of
 
 
 def vouch_for(run: Path) -> Path:

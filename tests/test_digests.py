@@ -26,7 +26,7 @@ import redgrape as rg
 from redgrape import methods, nets, testing, tree
 from redgrape.engines import SumOfAnswers
 from redgrape.engines.in_process import InProcess
-from redgrape.flower import fixed_point
+from redgrape.exchange import fixed_point
 from redgrape.method import Method
 from redgrape.nets.net import Net
 from redgrape.training import Training

@@ -19,10 +19,11 @@ from urllib.parse import unquote
 
 import pytest
 
-from redgrape import cli, errors, methods, nets
+from redgrape import errors, methods, nets
+from redgrape.cli import main as cli
 from redgrape.data.sources import READERS
-from redgrape.experiment import Experiment
 from redgrape.methods.redgrape import RedGrape
+from redgrape.runs.experiment import Experiment
 from redgrape.testing import engines_agree
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -112,7 +113,7 @@ def test_commands_parse(page: Path) -> None:
 @by_page
 def test_commands_describe_experiments_that_can_be(page: Path) -> None:
     """What run, compare and data show set is accepted, down to the methods' hyper-parameters."""
-    from redgrape.commands import training
+    from redgrape.cli.commands import training
 
     for command in commands(page):
         arguments = shlex.split(command)[1:]

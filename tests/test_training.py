@@ -18,17 +18,17 @@ import torch.nn.functional as F
 from torch import nn
 
 import redgrape as rg
-from redgrape import keys, nets, tree
+from redgrape import determinism, nets, tree
 from redgrape.data.federation import Groups
 from redgrape.engines import ClientHalf
 from redgrape.engines.in_process import InProcess
 from redgrape.engines.pool import Pool
 from redgrape.errors import ConfigError, Diverged, TooFewClients
-from redgrape.evaluate import Scores
+from redgrape.learning.evaluation import Scores
+from redgrape.learning.schedule import decay
 from redgrape.method import ClientSite, ServerSite
 from redgrape.methods.fedavg import FedAvg
 from redgrape.methods.redgrape import RedGrape
-from redgrape.schedule import decay
 from redgrape.training import RunState, Training, check_net, rounds, sample_clients
 
 C, VECTOR = 3, (5,)
@@ -119,27 +119,27 @@ def test_num_bytes() -> None:
 
 def test_streams_depend_on_every_part_of_their_key_and_on_nothing_else() -> None:
     names = [(0, "batches", 1, 2), (1, "batches", 1, 2), (0, "augment", 1, 2), (0, "batches", 2, 1), (0, "batches", 12)]
-    draws = [torch.rand(4, generator=keys.torch_stream(*name)).tolist() for name in names]
+    draws = [torch.rand(4, generator=determinism.torch_stream(*name)).tolist() for name in names]
     assert len({tuple(d) for d in draws}) == len(names)
-    backwards = [torch.rand(4, generator=keys.torch_stream(*name)).tolist() for name in reversed(names)]
+    backwards = [torch.rand(4, generator=determinism.torch_stream(*name)).tolist() for name in reversed(names)]
     assert backwards == draws[::-1]
-    by_numpy = [tuple(keys.numpy_stream(*name).random(4)) for name in names]
+    by_numpy = [tuple(determinism.numpy_stream(*name).random(4)) for name in names]
     assert len(set(by_numpy)) == len(names)
-    assert by_numpy[0] == tuple(keys.numpy_stream(*names[0]).random(4))
+    assert by_numpy[0] == tuple(determinism.numpy_stream(*names[0]).random(4))
 
 
 def test_streams_are_the_same_on_every_machine() -> None:
     """A key is a hash, not Python's: written down once, so that stored runs stay reproducible."""
-    assert keys.key(0, "batches", 1, 2) == 4351805590977214935
+    assert determinism.key(0, "batches", 1, 2) == 4351805590977214935
 
 
 def test_the_global_stream_is_put_back() -> None:
     before = torch.get_rng_state()
-    with pytest.raises(KeyError), keys.global_stream(5):
+    with pytest.raises(KeyError), determinism.global_stream(5):
         inside = torch.rand(3)
         raise KeyError
     assert torch.equal(before, torch.get_rng_state())
-    with keys.global_stream(5):
+    with determinism.global_stream(5):
         assert torch.equal(inside, torch.rand(3))
 
 

@@ -10,11 +10,12 @@ import textwrap
 from pathlib import Path
 
 import torch
-
-from redgrape import methods, payload
 from redgrape.aggregation import Averaging
-from redgrape.local import LocalTraining
+
+from redgrape import methods
+from redgrape.learning.local_training import LocalTraining
 from redgrape.method import Method
+from redgrape.runs import message_sizes
 
 PAGES = Path(__file__).parent
 NET, SHAPE, CLASSES = "cnn", (1, 28, 28), 10
@@ -72,7 +73,7 @@ def hyper_parameters(name: str, method: type[Method]) -> str:
 
 
 def sent(method: type[Method]) -> str:
-    size = payload.payload(method(), NET, SHAPE, CLASSES)
+    size = message_sizes.payload(method(), NET, SHAPE, CLASSES)
     text = (
         f"With the net `{NET}` for 28x28 images and {CLASSES} classes, a client that holds every class receives "
         f"{size.down:,} bytes and sends {size.up:,} in a round"

@@ -1,3 +1,3 @@
-from redgrape.cli import main
+from redgrape.cli.main import main
 
 main()

@@ -16,13 +16,13 @@ import torch
 from pydantic import ConfigDict, ValidationError
 from torch import Tensor
 
-from redgrape import keys, methods
+from redgrape import determinism, methods
 from redgrape.data.examples import Examples, place
 from redgrape.errors import ConfigError, DataError, unknown
 from redgrape.exchange.parts import Parts
 from redgrape.exchange.received import Received
-from redgrape.local import LocalTraining
-from redgrape.nets.copies import new_net
+from redgrape.learning.local_training import LocalTraining
+from redgrape.nets.cloning import new_net
 from redgrape.nets.net import Net
 from redgrape.tree import Tensors, Tree
 from redgrape.validation import one_line
@@ -47,7 +47,7 @@ class Site:
 
     def generator(self, purpose: str) -> torch.Generator:
         """A stream of random numbers keyed by (seed, purpose, round) and, at a client, by the client."""
-        return keys.torch_stream(self.seed, purpose, *self._path())
+        return determinism.torch_stream(self.seed, purpose, *self._path())
 
     def load(self, model: Tensors) -> Net:
         """A fresh net with these weights, in training mode; it shares no memory and draws no random numbers."""
@@ -93,7 +93,7 @@ class ServerSite(Site):
     def noise_key(self, randomness: Literal["secret", "seed"]) -> bytes:
         """The key of noise.py. One made from the seed is no secret: it serves experiments."""
         if randomness == "seed":
-            return keys.key(self.seed, "noise").to_bytes(8, "big")
+            return determinism.key(self.seed, "noise").to_bytes(8, "big")
         if self.secret is None:
             raise ConfigError(
                 "noise needs a secret at the server, and this site has none; exchange.randomness=seed needs none"

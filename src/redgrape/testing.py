@@ -27,7 +27,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from redgrape import keys, nets, tree
+from redgrape import determinism, nets, tree
 from redgrape.data.examples import Examples
 from redgrape.data.federation import Federation
 from redgrape.engines import Answer, ClientHalf, Engine, Lost, SumOfAnswers
@@ -67,7 +67,7 @@ def check_method(method: type[Method] | Method, *, workers: Sequence[int] = (1, 
 
 def batchnorm_net() -> Net:
     """A tiny net with all that is awkward: BatchNorm that fails on a single example, its buffers, and dropout."""
-    with keys.global_stream(keys.key(SEED, "net")):
+    with determinism.global_stream(determinism.key(SEED, "net")):
         encoder = nn.Sequential(nn.Flatten(), nn.Linear(64, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Dropout(0.2))
         return Net(encoder, nn.Linear(6, CLASSES))
 
@@ -400,8 +400,8 @@ class _Case:
     def _examples(self, counts: Sequence[int], place: int) -> Examples:
         """So many examples of each class, noise around a mean of its own."""
         y = torch.repeat_interleave(torch.arange(CLASSES), torch.tensor(counts))
-        means = torch.randn(CLASSES, *self.shape, generator=keys.torch_stream(SEED, "means"))
-        noise = torch.randn(len(y), *self.shape, generator=keys.torch_stream(SEED, "noise", place))
+        means = torch.randn(CLASSES, *self.shape, generator=determinism.torch_stream(SEED, "means"))
+        noise = torch.randn(len(y), *self.shape, generator=determinism.torch_stream(SEED, "noise", place))
         return Examples(means[y] + noise, y)
 
 
@@ -415,7 +415,7 @@ class _Reversed(InProcess):
 
     def run_clients(
         self, broadcast: Tree, clients: Sequence[ClientId], states: Mapping[ClientId, Tree], round: int
-    ) -> Iterator[tuple[ClientId, Answer | Lost]]:
+    ) -> Iterator[tuple[ClientId | None, Answer | SumOfAnswers | Lost]]:
         for k in reversed(clients):
             yield from super().run_clients(broadcast, [k], states, round)
 
@@ -429,7 +429,7 @@ class _Dropping(InProcess):
 
     def run_clients(
         self, broadcast: Tree, clients: Sequence[ClientId], states: Mapping[ClientId, Tree], round: int
-    ) -> Iterator[tuple[ClientId, Answer | Lost]]:
+    ) -> Iterator[tuple[ClientId | None, Answer | SumOfAnswers | Lost]]:
         answers = list(super().run_clients(broadcast, clients, states, round))
         return (answers[i] for i in self._keep)
 
@@ -443,7 +443,7 @@ class _Spoiling(InProcess):
 
     def run_clients(
         self, broadcast: Tree, clients: Sequence[ClientId], states: Mapping[ClientId, Tree], round: int
-    ) -> Iterator[tuple[ClientId, Answer | Lost]]:
+    ) -> Iterator[tuple[ClientId | None, Answer | SumOfAnswers | Lost]]:
         for place, (k, answer) in enumerate(super().run_clients(broadcast, clients, states, round)):
             if place == 1 and isinstance(answer, Answer):
                 yield k, answer._replace(update=self._spoil(tree.flatten(answer.update)))
@@ -535,7 +535,11 @@ class _Floored(InProcess):
             return
         for k, answer in super().run_clients(broadcast, clients, states, round):
             for name, t in tree.flatten(answer.update if isinstance(answer, Answer) else {}).items():
-                if name.endswith("/classes") and (self._half.site(k, round).class_counts[t] < self._floor).any():
+                if (
+                    name.endswith("/classes")
+                    and k is not None
+                    and (self._half.site(k, round).class_counts[t] < self._floor).any()
+                ):
                     raise AssertionError(f"client {k} reports a class below the floor of {self._floor} in '{name}'")
             yield k, answer
 
@@ -557,7 +561,7 @@ class _Watched(InProcess):
 
     def run_clients(
         self, broadcast: Tree, clients: Sequence[ClientId], states: Mapping[ClientId, Tree], round: int
-    ) -> Iterator[tuple[ClientId, Answer | Lost]]:
+    ) -> Iterator[tuple[ClientId | None, Answer | SumOfAnswers | Lost]]:
         self.passed.append(_Passed("broadcast", f"the broadcast of round {round}", broadcast))
         for k in clients:
             answer = self._half.run(k, broadcast, states.get(k), round)

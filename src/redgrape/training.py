@@ -15,19 +15,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from redgrape import engines, keys, tree
+from redgrape import determinism, engines, tree
 from redgrape.data.examples import Examples
 from redgrape.data.federation import Declared, Federation
+from redgrape.determinism import same_bits_everywhere
 from redgrape.engines import Answer, ClientHalf, Engine, Lost, SumOfAnswers
+from redgrape.engines.waiting_answers import Shelf
 from redgrape.errors import ConfigError, DataError, Diverged, TooFewClients
 from redgrape.exchange import Exchange, Parts, Received, plausible
 from redgrape.exchange.checks import MOST_EXAMPLES, NotFinite, UpdateRejected, check_survey, first_not_finite
 from redgrape.exchange.plausible import Measures
-from redgrape.features import batchnorms
+from redgrape.learning.features import batchnorms
 from redgrape.method import ClientId, ClientSite, Method, ServerSite, Site
 from redgrape.nets.net import Net
-from redgrape.numerics import same_bits_everywhere
-from redgrape.shelf import Shelf
 from redgrape.tree import Tensors, Tree
 
 PLAIN = Exchange()
@@ -265,7 +265,7 @@ def _first_state(
 def exchanged(method: Method, site: Site) -> tuple[Parts, Tree]:
     """What crosses between clients and server with this method and the net of the site: the parts of an update, and what
     an answer to the survey looks like."""
-    with keys.global_stream(None):
+    with determinism.global_stream(None):
         model = site.build().state_dict()
     return method.parts(model, site), survey_like(method, site)
 
@@ -309,7 +309,7 @@ def sample_clients(eligible: Sequence[ClientId], count: int, seed: int, round: i
     """The clients of a round, a function of (seed, round) alone, so that every method meets the same sequence."""
     if count >= len(eligible):
         return sorted(eligible)
-    chosen = keys.numpy_stream(seed, "sample", round).choice(len(eligible), size=count, replace=False)
+    chosen = determinism.numpy_stream(seed, "sample", round).choice(len(eligible), size=count, replace=False)
     return sorted(eligible[i] for i in chosen.tolist())
 
 
@@ -374,7 +374,9 @@ class Training:
             raise ConfigError(
                 f"method is {method!r}; pass a method with its hyper-parameters, such as RedGrape(lr=0.05)"
             )
-        with keys.global_stream(None):  # so that the net that training starts from is the first that `build` draws
+        with determinism.global_stream(
+            None
+        ):  # so that the net that training starts from is the first that `build` draws
             net = build()
             check_net(net, federation)
             check_fresh(net, build())

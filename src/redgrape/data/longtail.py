@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from redgrape.determinism import numpy_stream
 from redgrape.errors import ConfigError, DataError
-from redgrape.keys import numpy_stream
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

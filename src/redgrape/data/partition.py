@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from redgrape.determinism import numpy_stream
 from redgrape.errors import ConfigError, DataError, unknown
-from redgrape.keys import numpy_stream
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

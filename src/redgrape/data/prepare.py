@@ -13,9 +13,9 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 from redgrape.data import longtail
 from redgrape.data.augment import Augment
 from redgrape.data.federation import Federation
-from redgrape.data.own import LARGEST_SIDE
 from redgrape.data.partition import Kind, partition
 from redgrape.data.sources import READERS, load
+from redgrape.data.user_data import LARGEST_SIDE
 from redgrape.errors import ConfigError, DataError
 from redgrape.validation import LARGEST
 

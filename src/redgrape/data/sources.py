@@ -161,9 +161,9 @@ def load(source: str, root: Path | None = None, *, seed: int = 0, image_size: in
         raise ConfigError(
             f"{error}; a path to a folder of images or an .npz file may be given too (nothing is at this path)"
         )
-    from redgrape.data import own
+    from redgrape.data import user_data
 
-    return own.load(path, data_root(root), seed=seed, image_size=image_size)
+    return user_data.load(path, data_root(root), seed=seed, image_size=image_size)
 
 
 def digest_of(path: Path, kind: str) -> str:

@@ -10,15 +10,16 @@ from typing import Literal, NamedTuple, Protocol, Self, TypeAlias
 import torch
 from torch import Tensor
 
-from redgrape import evaluate, keys, tree
+from redgrape import determinism, tree
 from redgrape.data.examples import Examples
 from redgrape.data.federation import Federation
+from redgrape.determinism import keep_freed_memory, same_bits_everywhere
 from redgrape.errors import ConfigError
-from redgrape.evaluate import Scores
 from redgrape.exchange import Exchange
+from redgrape.learning import evaluation
+from redgrape.learning.evaluation import Scores
 from redgrape.method import ClientId, ClientSite, Method, Site
 from redgrape.nets.net import Net
-from redgrape.numerics import keep_freed_memory, same_bits_everywhere
 from redgrape.tree import Tensors, Tree
 
 Split: TypeAlias = Literal["test", "validation"]
@@ -104,7 +105,7 @@ class ClientHalf:
         """One client's round. `state`: None before its first."""
         keep_freed_memory()
         site = self.site(client, round)
-        with same_bits_everywhere(), keys.global_stream(keys.key(self.seed, "global", round, client)):
+        with same_bits_everywhere(), determinism.global_stream(determinism.key(self.seed, "global", round, client)):
             before = self.method.init_client(broadcast) if state is None else state
             update, new = self.method.client_update(broadcast, before, site)
             return Answer(self._leave(update, broadcast, site), new, round)
@@ -166,7 +167,7 @@ class ClientHalf:
         )
         with same_bits_everywhere():
             net = site.load(model).eval()
-            return [evaluate.batch_scores(net, examples, start, self.device) for start in starts]
+            return [evaluation.batch_scores(net, examples, start, self.device) for start in starts]
 
 
 def create(half: ClientHalf, workers: int, deadline: float | None = None) -> Engine:

@@ -6,9 +6,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Self
 
-from redgrape import evaluate, tree
-from redgrape.engines import Answer, ClientHalf, Lost, Split
-from redgrape.evaluate import Scores
+from redgrape import tree
+from redgrape.engines import Answer, ClientHalf, Lost, Split, SumOfAnswers
+from redgrape.learning import evaluation
+from redgrape.learning.evaluation import Scores
 from redgrape.method import ClientId
 from redgrape.tree import Tensors, Tree
 
@@ -19,7 +20,7 @@ class InProcess:
 
     def run_clients(
         self, broadcast: Tree, clients: Sequence[ClientId], states: Mapping[ClientId, Tree], round: int
-    ) -> Iterator[tuple[ClientId, Answer | Lost]]:
+    ) -> Iterator[tuple[ClientId | None, Answer | SumOfAnswers | Lost]]:
         for group in sorted(self._half.groups(clients)):
             answers = self._half.run_group(group, broadcast, states, round)
             for k, answer in zip(group, answers, strict=True):
@@ -29,8 +30,8 @@ class InProcess:
         return self._half.survey(clients)
 
     def evaluate(self, model: Tensors, split: Split) -> Scores:
-        starts = evaluate.batch_starts(self._half.examples(split))
-        return evaluate.combine(self._half.score(model, split, starts))
+        starts = evaluation.batch_starts(self._half.examples(split))
+        return evaluation.combine(self._half.score(model, split, starts))
 
     def close(self) -> None:
         pass

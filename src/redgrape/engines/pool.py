@@ -31,12 +31,12 @@ from typing import Any, NamedTuple, Self
 
 import torch
 
-from redgrape import evaluate
 from redgrape.engines import Answer, ClientHalf, Lost, Split
 from redgrape.engines.shared_memory import Mailbox, SharedFederation
 from redgrape.errors import ConfigError, RedgrapeError
-from redgrape.evaluate import Scores
 from redgrape.exchange import Exchange
+from redgrape.learning import evaluation
+from redgrape.learning.evaluation import Scores
 from redgrape.method import ClientId, Method
 from redgrape.nets.net import Net
 from redgrape.tree import Tensors, Tree
@@ -108,7 +108,7 @@ class Pool:
         return self._half.survey(clients)
 
     def evaluate(self, model: Tensors, split: Split) -> Scores:
-        starts = evaluate.batch_starts(self._half.examples(split))
+        starts = evaluation.batch_starts(self._half.examples(split))
         share = -(-len(starts) // len(self._workers))  # batches a worker, rounded up
         tasks = range(0, len(starts), share)
         parts: dict[int, Tree] = {}
@@ -116,7 +116,7 @@ class Pool:
             if isinstance(part, Lost):
                 raise RedgrapeError(f"evaluation took its worker down {ATTEMPTS} times ({part.reason})")
             parts[i] = part
-        return evaluate.combine([score for _, part in sorted(parts.items()) for score in _rows(part)])
+        return evaluation.combine([score for _, part in sorted(parts.items()) for score in _rows(part)])
 
     def _run(
         self, kind: str, tasks: Sequence[int], job: Callable[[int], _Job], payload: Tree

@@ -20,9 +20,9 @@ from torch.func import functional_call, vmap
 
 from redgrape import tree
 from redgrape.errors import ConfigError
-from redgrape.local import holds_for_stacks
+from redgrape.learning.local_training import holds_for_stacks
 from redgrape.method import ClientSite, Method
-from redgrape.nets.copies import new_net
+from redgrape.nets.cloning import new_net
 from redgrape.nets.net import Net
 from redgrape.tree import Tensors, Tree
 

@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from torch import Tensor
 
-from redgrape.accounting import Mechanism, check_installed
 from redgrape.data.federation import Declared
 from redgrape.errors import ConfigError
 from redgrape.exchange import checks, rules, tables
 from redgrape.exchange.parts import ClassRows, Count, Direction, Parts, Scalar, Statistics, Sum, class_rows, directions
 from redgrape.exchange.received import FromSum, FromUpdates, Received
+from redgrape.privacy.account import Mechanism, check_installed
 from redgrape.tree import Tensors, Tree
 from redgrape.validation import one_line
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from redgrape import tree
 from redgrape.exchange import plausible, rules, tables
 from redgrape.exchange.parts import ClassRows, Count, Direction, Part, Parts, Scalar, Statistics, Sum, directions
-from redgrape.noise import with_noise
+from redgrape.privacy.noise import with_noise
 from redgrape.tree import Tensors, Tree
 
 if TYPE_CHECKING:

@@ -18,8 +18,8 @@ import torch.nn.functional as F
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from redgrape.class_prior import Prior, PriorSource
 from redgrape.exchange import Received
+from redgrape.learning.prior import Prior, PriorSource
 from redgrape.method import ClientSite, ServerSite
 from redgrape.methods.fedavg import FedAvg
 from redgrape.tree import Tensors, Tree

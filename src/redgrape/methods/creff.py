@@ -21,8 +21,10 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from redgrape.class_sampling import at_most
-from redgrape.classifier_gradients import (
+from redgrape.errors import ConfigError
+from redgrape.exchange import Parts, Received
+from redgrape.learning.class_draws import at_most
+from redgrape.learning.classifier import (
     class_mean_gradients,
     classifier_of,
     encoded,
@@ -30,9 +32,7 @@ from redgrape.classifier_gradients import (
     gradient_rows,
     local_class_gradients,
 )
-from redgrape.errors import ConfigError
-from redgrape.exchange import Parts, Received
-from redgrape.gradient_matching import Distance, match
+from redgrape.learning.gradient_matching import Distance, match
 from redgrape.method import ClientSite, ServerSite, Site
 from redgrape.methods.fedavg import FedAvg
 from redgrape.tree import Tensors, Tree

@@ -17,7 +17,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from redgrape.local import stackable
+from redgrape.learning.local_training import stackable
 from redgrape.method import ClientSite
 from redgrape.methods.fedavg import FedAvg
 from redgrape.tree import Tree

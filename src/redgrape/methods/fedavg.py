@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from redgrape.exchange import Parts, Received
-from redgrape.local import stackable
+from redgrape.learning.local_training import stackable
 from redgrape.method import ClientSite, Method, ServerSite, Site
 from redgrape.tree import Tensors, Tree
 

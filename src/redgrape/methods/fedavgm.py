@@ -15,7 +15,7 @@ from pydantic import Field
 
 from redgrape import tree
 from redgrape.exchange import Received
-from redgrape.local import zeros_like_parameters
+from redgrape.learning.local_training import zeros_like_parameters
 from redgrape.method import ServerSite
 from redgrape.methods.fedavg import FedAvg
 from redgrape.tree import Tensors, Tree

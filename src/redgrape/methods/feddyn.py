@@ -18,7 +18,7 @@ from pydantic import Field
 
 from redgrape import tree
 from redgrape.exchange import Parts, Received
-from redgrape.local import stackable, zeros_like_parameters
+from redgrape.learning.local_training import stackable, zeros_like_parameters
 from redgrape.method import ClientSite, ServerSite, Site
 from redgrape.methods.fedavg import FedAvg
 from redgrape.tree import Tensors, Tree

@@ -23,9 +23,9 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
 
-from redgrape import keys, tree
-from redgrape.evaluate import BATCH
+from redgrape import determinism, tree
 from redgrape.exchange import Received
+from redgrape.learning.evaluation import BATCH
 from redgrape.method import ServerSite
 from redgrape.methods.fedavg import FedAvg
 from redgrape.nets.net import Net
@@ -72,7 +72,9 @@ class FEDIC(FedAvg):
         ]
         z = torch.stack([logits for logits, _ in clients])  # [clients, n, C]
         h = torch.stack([features for _, features in clients]).mean(dim=0)  # [n, d]
-        with keys.global_stream(keys.key(site.seed, "server training", site.round)):  # dropout draws from it
+        with determinism.global_stream(
+            determinism.key(site.seed, "server training", site.round)
+        ):  # dropout draws from it
             z_2 = _outputs(self._fine_tuned(averaged, y, site), site)[0]
             calibration = self._calibrated(server["calibration"], z, h, z_2, y, site)
             with torch.no_grad():

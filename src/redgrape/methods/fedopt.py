@@ -20,7 +20,7 @@ from pydantic import Field
 from torch import Tensor
 
 from redgrape.exchange import Parts, Received
-from redgrape.local import zeros_like_parameters
+from redgrape.learning.local_training import zeros_like_parameters
 from redgrape.method import ServerSite, Site
 from redgrape.methods.fedavg import FedAvg
 from redgrape.tree import Tensors, Tree

@@ -14,7 +14,7 @@ from typing import ClassVar
 import torch.nn.functional as F
 from pydantic import Field
 
-from redgrape.local import stackable
+from redgrape.learning.local_training import stackable
 from redgrape.method import ClientSite
 from redgrape.methods.fedavg import FedAvg
 from redgrape.tree import Tree

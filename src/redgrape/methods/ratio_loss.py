@@ -22,9 +22,9 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
 
-from redgrape import keys
+from redgrape import determinism
 from redgrape.exchange import Received
-from redgrape.features import batchnorms
+from redgrape.learning.features import batchnorms
 from redgrape.method import ClientSite, ServerSite
 from redgrape.methods.fedavg import FedAvg
 from redgrape.tree import Tensors, Tree
@@ -63,7 +63,9 @@ class RatioLoss(FedAvg):
         return lambda z, y: (weights[y] * F.cross_entropy(z, y, reduction="none")).mean()
 
     def server_update(self, server: Tree, received: Received, site: ServerSite) -> Tree:
-        with keys.global_stream(keys.key(site.seed, "auxiliary training", site.round)):  # dropout draws from it
+        with determinism.global_stream(
+            determinism.key(site.seed, "auxiliary training", site.round)
+        ):  # dropout draws from it
             ratio = class_ratios(self._movements(server["model"], site))
         return {
             "model": received.moved(server["model"], self.server_lr),

@@ -34,8 +34,9 @@ from pydantic import Field
 from torch import Tensor
 
 from redgrape import tree
-from redgrape.class_sampling import at_most
-from redgrape.classifier_gradients import (
+from redgrape.exchange import Direction, Parts, Received
+from redgrape.learning.class_draws import at_most
+from redgrape.learning.classifier import (
     classifier_of,
     fresh_classifier,
     gradient_rows,
@@ -44,13 +45,12 @@ from redgrape.classifier_gradients import (
     summed_gradient,
     table_sum,
 )
-from redgrape.exchange import Direction, Parts, Received
-from redgrape.features import Statistics, features
-from redgrape.local import WholeOrInfinite
+from redgrape.learning.features import Statistics, features
+from redgrape.learning.local_training import WholeOrInfinite
+from redgrape.learning.schedule import Schedule, decay
 from redgrape.method import ClientSite, ServerSite, Site
 from redgrape.methods.fedavg import FedAvg
 from redgrape.nets.net import Net
-from redgrape.schedule import Schedule, decay
 from redgrape.tree import Tensors, Tree
 from redgrape.validation import LARGEST
 

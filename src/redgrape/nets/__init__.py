@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 import torch
 
-from redgrape import keys
+from redgrape import determinism
 from redgrape.errors import ConfigError, unknown
 from redgrape.nets import cnn, resnet, vector
 from redgrape.nets.net import Net
@@ -47,7 +47,7 @@ def build(name: str, shape: tuple[int, ...], num_classes: int, seed: int) -> Net
         )
     if math.prod(shape) + num_classes > 10**5:  # no net of ours is too large for less
         _check_size(name, shape, num_classes)
-    with keys.global_stream(keys.key(seed, "net")):
+    with determinism.global_stream(determinism.key(seed, "net")):
         return NETS[name](shape, num_classes)
 
 

@@ -1,0 +1,266 @@
+"""deploy init, server, site, run, status, renew."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from redgrape.deploy.processes.supervision import require_flower
+from redgrape.errors import BusyError, ConfigError, DataError, RedgrapeError
+from redgrape.reading.terminal import cell, printable
+
+if TYPE_CHECKING:
+    from redgrape.deploy.processes.superlink import Link
+    from redgrape.deploy.setup.folder import Deployment, DeployOptions
+
+
+def _say(words: str) -> None:
+    print(printable(words), file=sys.stderr, flush=True)
+
+
+def init(options: argparse.Namespace) -> None:
+    """The folder of a deployment."""
+    require_flower()
+    from redgrape.deploy.setup.create import create
+
+    described = _described(options)
+    create(options.folder, described)
+    print(f"deployment: {printable(options.folder)}")
+    for name in described.sites:
+        print(f"  give to site {printable(name)}: {printable(options.folder / 'sites' / name)}")
+    if len(described.sites) < 5:
+        print(
+            f"note: a class is released where {described.min_clients} sites report it, and there are "
+            f"{len(described.sites)}: few classes may be (--min-clients)"
+        )
+    print(f"next: redgrape deploy server {printable(options.folder)}")
+
+
+def _described(options: argparse.Namespace) -> DeployOptions:
+    from pydantic import ValidationError
+
+    from redgrape.deploy.setup.folder import DeployOptions
+    from redgrape.validation import one_line
+
+    values: dict[str, object] = {
+        "sites": tuple(options.sites.split(",")),
+        "host": options.host,
+        "port": options.port,
+        "bind": options.bind or options.host,
+        "plain": options.plain,
+        "min_count": options.min_count,
+        "min_clients": options.min_clients,
+        "secure_aggregation": options.secure_aggregation,
+        "data": _agreement(options),
+    }
+    if options.test is not None:
+        values["test"] = str(options.test.resolve())
+    if options.tail:
+        values["tail"] = tuple(options.tail.split(","))
+    try:
+        return DeployOptions.model_validate(values)
+    except ValidationError as error:
+        raise one_line(error, DeployOptions) from error
+
+
+def _agreement(options: argparse.Namespace) -> dict[str, object]:
+    """From the flags, or from data that all sites' data is like."""
+    like = options.like or options.test
+    if options.classes is not None and options.shape is not None:
+        size = {"image_size": options.image_size} if options.image_size else {}
+        return {"classes": _classes(options.classes), "shape": options.shape, "input": options.input, **size}
+    if like is None:
+        raise ConfigError(
+            "tell what the sites' data looks like: --classes a,b,c and --shape 1,28,28, or --like DATA, or --test DATA"
+        )
+    import tempfile
+
+    import torch
+
+    from redgrape.data import user_data
+
+    with tempfile.TemporaryDirectory() as cache:
+        source = user_data.load(like, Path(cache), seed=0, image_size=options.image_size, hold_out=False)
+        x = source.train.x
+        kind = "uint8" if x.dtype == torch.uint8 else "float"
+        shape = tuple(x.shape[1:])
+    size = {"image_size": options.image_size} if options.image_size else {}
+    return {"classes": tuple(source.class_names), "shape": shape, "input": kind, **size}
+
+
+def _classes(text: str) -> tuple[str, ...]:
+    """Names with commas between, or a number: 10 is 0,1,...,9."""
+    return tuple(map(str, range(int(text)))) if text.isdecimal() else tuple(text.split(","))
+
+
+def server(options: argparse.Namespace) -> None:
+    """The SuperLink, in the foreground."""
+    require_flower()
+    from redgrape.deploy.processes.server_role import Server, running
+    from redgrape.deploy.setup.folder import Deployment
+
+    deployment = Deployment(options.folder)
+    with running(Server(deployment, _say)) as this:
+        listening = f"{deployment.options.bind}:{deployment.options.port}"
+        kind = "without TLS" if deployment.options.plain else "with TLS, for registered sites alone"
+        print(f"listening on {printable(listening)} {kind}; Ctrl-C ends it", flush=True)
+        this.watch()
+
+
+def site(options: argparse.Namespace) -> None:
+    """A site's part, in the foreground."""
+    require_flower()
+    from redgrape.deploy.processes.site_role import SiteRole
+    from redgrape.deploy.setup.folder import SiteFolder
+
+    folder = SiteFolder(options.folder)
+    role = SiteRole(folder, options.data, _say)
+    try:
+        facts = role.start()
+        held = {name: n for name, n in facts["counts"].items() if n}
+        words = ", ".join(f"{name} {n}" for name, n in held.items())
+        print(
+            f"site {printable(folder.options.name)}: {sum(held.values())} examples of {len(held)} classes", flush=True
+        )
+        print(f"  {printable(words)}", flush=True)
+        few = [name for name, n in held.items() if n < folder.options.min_count]
+        if few:
+            print(f"  fewer than {folder.options.min_count} of {printable(', '.join(few))}: these are not reported")
+        print(f"taking part at {printable(folder.options.server)}; Ctrl-C ends it", flush=True)
+        role.watch()
+    finally:
+        role.stop()
+
+
+def run(options: argparse.Namespace) -> None:
+    """A run on the sites."""
+    require_flower()
+    from redgrape.cli.commands.training import finish, print_plan, run_name
+    from redgrape.cli.progress import Progress
+    from redgrape.deploy.processes import submission
+    from redgrape.deploy.processes.simulated import SimulatedDeployment
+    from redgrape.deploy.processes.superlink import Link
+    from redgrape.deploy.setup.create import deployed
+    from redgrape.deploy.setup.folder import Deployment
+    from redgrape.reading import run_tables
+    from redgrape.runs.folder import RunFolder
+
+    deployment = Deployment(options.folder)
+    if options.simulate is not None:
+        SimulatedDeployment(options.folder, options.simulate)  # looks whether it can be
+    experiment = submission.described(_values(options, deployment.path / "experiment.toml"))
+    submission.check(experiment, deployment.options)
+    if warning := submission.lone_answers(experiment, deployment.options):
+        _say(f"warning: {warning}")
+    experiment = deployed(experiment, deployment.options)
+    path = deployment.path / "runs" / (options.name or run_name(experiment))
+    if options.dry_run:
+        print_plan(path, experiment, options)
+        return
+    if options.simulate is None and not Link(deployment).is_up():
+        raise RedgrapeError(f"no server answers; start it with `redgrape deploy server {deployment.path}`")
+    if submission.is_active(deployment):
+        raise BusyError("a run is going on already; `redgrape deploy status` tells of it")
+    if (path / "experiment.toml").is_file():
+        folder = RunFolder.open(path)
+        if folder.experiment().hash() != experiment.hash():
+            raise ConfigError(f"'{path}' holds another experiment; give this one another --name")
+    else:
+        folder = RunFolder.create(path, experiment)
+    label = run_tables.run_label(experiment.method.resolved())
+    progress = Progress(label, folder.newest_round(), experiment.rounds, as_json=options.json, quiet=options.quiet)
+    with _link(deployment, options.simulate) as (where, link):
+        this = submission.Submission(
+            where, link, folder, allow_changes=options.allow_changes, simulation=options.simulate is not None
+        )
+        try:
+            with progress:
+                this.carry_out(progress.step, _say)
+        except (ConfigError, DataError):
+            folder.discard()  # what cannot be run leaves nothing behind
+            raise
+    finish(folder, options)
+
+
+@contextmanager
+def _link(deployment: Deployment, simulated_data: Path | None) -> Iterator[tuple[Deployment, Link]]:
+    """The server's SuperLink, or one that simulates all sites for as long as it is needed."""
+    from redgrape.deploy.processes.server_role import Server, running
+    from redgrape.deploy.processes.simulated import SimulatedDeployment
+    from redgrape.deploy.processes.superlink import Link
+    from redgrape.deploy.processes.supervision import SIMULATED_DATA
+
+    if simulated_data is None:
+        yield deployment, Link(deployment)
+        return
+    simulated = SimulatedDeployment(deployment.path, simulated_data)
+    told = {SIMULATED_DATA: str(simulated_data.resolve())}
+    with running(Server(simulated, _say, simulation=True), **told) as server:
+        yield simulated, server.link
+
+
+def _values(options: argparse.Namespace, default: Path) -> dict[str, Any]:
+    """The experiment's values. Another method than the deployment's own does not get that one's hyper-parameters."""
+    from redgrape import methods
+    from redgrape.cli.commands.training import described
+    from redgrape.runs.experiment import read_toml
+
+    name = getattr(options, "set:method.name")
+    options.experiment = options.experiment or default
+    values = described(options)
+    before = read_toml(options.experiment).get("method", {})
+    if name in methods.names() and options.experiment == default and before.get("name") != name:
+        values["method"] = {key: value for key, value in values["method"].items() if before.get(key) != value}
+    return values
+
+
+def renew(options: argparse.Namespace) -> None:
+    """A new certificate for the server."""
+    require_flower()
+    from redgrape.deploy.setup import create
+    from redgrape.deploy.setup.folder import Deployment
+
+    create.renew(Deployment(options.folder))
+    print("the server has a new certificate; start it again. The sites need nothing new")
+
+
+def status(options: argparse.Namespace) -> None:
+    """Who is connected, and how the newest run is doing."""
+    require_flower()
+    from rich.console import Console
+    from rich.table import Table
+
+    from redgrape.deploy.processes import submission
+    from redgrape.deploy.processes.superlink import Link
+    from redgrape.deploy.setup.folder import Deployment
+
+    deployment = Deployment(options.folder)
+    link = Link(deployment)
+    is_up = link.is_up()
+    known = link.sites() if is_up else {}
+    otherwise = "not known" if deployment.options.plain else "not registered"
+    sites = {name: known.get(name, otherwise) for name in deployment.options.sites}
+    state = submission.journal(deployment)
+    newest = {key: state.get(key) for key in ("run", "state", "round", "message")} if state else None
+    if newest is not None and newest["state"] == "running" and not submission.is_active(deployment):
+        newest["state"] = "ended without a word"
+    if options.json:
+        print(json.dumps({"server": is_up, "sites": sites, "run": newest}))
+        return
+    where = f"{deployment.options.bind}:{deployment.options.port}"
+    print(f"server: {'answers' if is_up else 'does not answer'} at {printable(where)}")
+    table = Table()
+    table.add_column("site")
+    table.add_column("status")
+    for name, words in sites.items():
+        table.add_row(cell(name), cell(words if is_up else "not known"))
+    Console().print(table)
+    if newest is not None:
+        print(f"newest run: {printable(newest['run'])}, {printable(newest['state'])}, round {newest['round'] or 0}")
+        if newest["message"]:
+            print(f"  {printable(newest['message'])}")

@@ -1,0 +1,90 @@
+"""report, serve."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+from redgrape.errors import StorageError
+from redgrape.reading.page import suite
+from redgrape.reading.page.document import document
+from redgrape.reading.page.figures import page_data, text
+from redgrape.reading.page.reading import Reading
+from redgrape.reading.run_tables import find_runs
+from redgrape.runs import durable
+
+
+def report(options: argparse.Namespace) -> None:
+    """One self-contained HTML page of these suites, and of the runs at or below these folders."""
+    readings: dict[str, Reading] = {}
+    damaged: list[tuple[str, str]] = []
+    suites: list[suite.Suite] = []
+    paths: list[Path] = []
+    for folder in _folders(options.folders):
+        if suite.is_suite(folder):
+            suites.append(suite.read(folder))
+            damaged += [(run, "it is named in the table of a suite, and is not there") for run in suites[-1].gone]
+            paths += suites[-1].runs
+            if not suites[-1].runs:
+                raise StorageError(f"no cell of '{folder}' has been run, or none is where it was")
+        else:
+            paths += _runs_of(folder)
+    for path in dict.fromkeys(paths):
+        try:
+            readings[str(path)] = Reading.of(path)
+        except StorageError as error:  # one damaged run must not hide the others
+            damaged.append((str(path), str(error)))
+    data = page_data(readings, damaged, [each.shown for each in suites])
+    if not data["runs"]:
+        reasons = "; ".join(run["reason"] for run in data["damaged"])
+        raise StorageError(f"there is no run that can be read: {reasons}")
+    for run in data["damaged"]:
+        print(f"note: '{text(run['name'])}' is left out: {run['reason']}", file=sys.stderr)
+    titles = ", ".join(named["title"] for named in (data["suites"] or data["settings"])[:3])
+    durable.replace_file(options.out, document(data, f"redgrape: {titles}").encode())
+    if options.json:
+        left_out = [run["name"] for run in data["damaged"]]
+        print(json.dumps({"page": str(options.out), "runs": list(data["runs"]), "damaged": left_out}))
+    else:
+        print(f"page of {len(data['runs'])} runs: {text(options.out)} (open it in a browser)")
+
+
+def _folders(named: list[Path]) -> Iterator[Path]:
+    """The folders; for the name of a suite, those in which it has been reproduced below runs/."""
+    for path in dict.fromkeys(named):
+        if path.is_dir():
+            yield path
+            continue
+        from redgrape.reading.suites import description
+
+        if str(path) not in description.names():
+            raise StorageError(f"there is no folder '{path}'; `redgrape ls` lists runs, `redgrape reproduce` suites")
+        places = [Path("runs") / f"{path}-{scale}" for scale in description.SCALES]
+        if not any(map(suite.is_suite, places)):
+            raise StorageError(
+                f"'{path}' has not been reproduced below 'runs'; `redgrape reproduce {path}` does, or name its folder"
+            )
+        yield from filter(suite.is_suite, places)
+
+
+def _runs_of(folder: Path) -> list[Path]:
+    runs = find_runs(folder)
+    if not runs:
+        raise StorageError(f"there is no run in or below '{folder}'; `redgrape ls` lists runs")
+    return runs
+
+
+def serve(options: argparse.Namespace) -> None:
+    """The runs of a folder, live in a browser, until Ctrl-C."""
+    from redgrape.reading.page.serve import Server
+
+    if not options.folder.is_dir():
+        raise StorageError(f"there is no folder '{options.folder}'; `redgrape run` makes runs, or name another folder")
+    with suppress(KeyboardInterrupt), Server(options.folder, options.port) as server:
+        shown = f"{server.address} shows the runs of '{text(options.folder)}', to this machine; Ctrl-C ends it"
+        print(json.dumps({"address": server.address}) if options.json else shown, flush=True)
+        server.serve_forever()

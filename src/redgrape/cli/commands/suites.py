@@ -1,0 +1,334 @@
+"""reproduce, sweep."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import shlex
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from redgrape.cli.commands.training import carry_out, cores, described
+from redgrape.errors import BusyError, ConfigError, DataError, Diverged, RedgrapeError, StorageError, TooFewClients
+from redgrape.reading.run_tables import RunView, mean_std
+from redgrape.reading.suites import cost, curves, description, found_cells, grid, search, side_by_side, tables
+from redgrape.reading.suites.description import Cell, Label, Suite, text
+from redgrape.reading.suites.found_cells import Standing
+from redgrape.reading.terminal import lines
+from redgrape.runs import durable
+from redgrape.runs.experiment import Experiment
+from redgrape.runs.folder import RunFolder
+from redgrape.runs.run import Present
+
+BUSY = "in use by another process"
+
+
+def reproduce(options: argparse.Namespace) -> None:
+    if options.name is None:
+        _list_suites()
+        return
+    suite = description.load(options.name)
+    cells = suite.cells(options.scale, options.seeds, options.only)
+    page = None
+    if options.into is not None:
+        with durable.storage_errors("read", options.into):
+            page = durable.ordinary(options.into).read_text(encoding="utf-8")
+        tables.marks(suite.name, options.scale, page)
+    standings = _standings(cells, options, None if options.no_run else _present(options))
+    if options.plan or options.dry_run:
+        _print_plan(standings, options)
+        return
+    folder = options.out / f"{suite.name}-{options.scale}"
+    home = options.out / f"{suite.home}-{options.scale}"
+    failures: list[RedgrapeError] = []
+    if options.no_run:
+        # whether it could be run is not asked
+        standings = [s if s.is_refused else replace(s, obstacle="") for s in standings]
+    else:
+        standings, failures = _run(standings, home, options)
+    if options.record:
+        _record(standings, options.results, home.name)
+    words = ["redgrape", "reproduce", suite.name, "--scale", options.scale]
+    words += ["--only", *options.only] if options.only else []
+    words += ["--seeds", ",".join(map(str, options.seeds))] if options.seeds else []
+    table = tables.build(
+        suite,
+        standings,
+        scale=options.scale,
+        cuts=suite.cuts(options.scale, options.seeds, options.only),
+        departures=suite.departures(options.scale, options.only),
+        command=shlex.join(words),
+    )
+    _publish(table, folder, options)
+    if page is not None:
+        durable.replace_file(options.into, tables.insert(table, page).encode())
+    _raise_first(failures)
+
+
+def sweep(options: argparse.Namespace) -> None:
+    values = described(options)
+    seeds = options.seeds or [Experiment.parse(values).seed]
+    if options.search is not None:
+        _search(values, seeds, options)
+        return
+    suite = grid.suite(options.name, values, options.grid, seeds, options.reference)
+    standings = _standings(suite.cells("sweep"), options, _present(options))
+    if options.on == "validation":
+        _require_validation(standings)
+    if options.plan or options.dry_run:
+        _print_plan(standings, options)
+        return
+    standings, failures = _run(standings, options.out / options.name, options)
+    notes = grid.tuning(suite.axes) if options.on == "test" else []
+    table = tables.build(suite, standings, on=options.on, command=_sweep_command(options), notes=notes)
+    _publish(table, options.out / options.name, options)
+    _raise_first(failures)
+
+
+def _sweep_command(options: argparse.Namespace) -> str:
+    words = ["redgrape", "sweep", *options.grid]
+    words += ["--experiment", str(options.experiment)] if options.experiment else []
+    words += ["--seeds", ",".join(map(str, options.seeds))] if options.seeds else []
+    words += ["--search", str(options.search)] if options.search else ["--on", options.on]
+    words += ["--reference", options.reference] if options.reference is not None else []
+    flags = [
+        f"{k.removeprefix('set:')}={text(v)}"
+        for k, v in vars(options).items()
+        if k.startswith("set:") and v is not None
+    ]
+    return shlex.join([*words, *[word for setting in [*flags, *options.config] for word in ("-c", setting)]])
+
+
+def _search(values: dict[str, object], seeds: Sequence[int], options: argparse.Namespace) -> None:
+    """Optuna's proposals, scored by the class-balanced accuracy on the validation set, mean over seeds."""
+    if options.plan or options.dry_run:
+        raise ConfigError("--plan cannot tell what --search will propose; leave one of them out")
+    choices = search.space(options.grid)
+    found: list[Standing] = []
+    trials = itertools.count(1)
+
+    def score(proposal: Mapping[str, Label]) -> float | None:
+        axes = {key: [value] for key, value in proposal.items()}
+        suite = replace(_search_suite(choices, values, options.name), axes=axes)
+        cells = suite.cells("search", seeds)
+        _require_validation([Standing(cell) for cell in cells])
+        told = ", ".join(f"{key} {text(value)}" for key, value in proposal.items())
+        print(f"trial {next(trials)} of {options.search}: {told}", file=sys.stderr)
+        before = _standings(cells, options, _present(options))
+        standings, failures = _run(before, options.out / options.name, options)
+        for failure in failures:
+            if not isinstance(failure, Diverged):
+                raise failure
+        if obstacle := next((s.obstacle for s in standings if s.obstacle and not failures), None):
+            raise DataError(f"the search cannot go on: {obstacle}")
+        new = [s for s in standings if s.cell.identity not in {f.cell.identity for f in found}]
+        found.extend(new)
+        scores = [s.view.summary["validation"]["balanced"] for s in standings if s.view and s.view.summary]
+        return mean_std(scores)[0] if len(scores) == len(seeds) else None
+
+    for _ in search.proposals(choices, options.search, score):
+        pass
+    suite = _search_suite(choices, values, options.name)
+    table = tables.build(suite, found, on="validation", command=_sweep_command(options))
+    _publish(table, options.out / options.name, options)
+    _print_best(table)
+
+
+def _search_suite(choices: search.Space, values: Mapping[str, object], name: str) -> Suite:
+    return Suite(
+        name=name,
+        title=f"Search over {', '.join(choices)}",
+        axes={key: [] for key in choices},
+        rows=list(choices),
+        columns=[],
+        measures=["balanced", "accuracy", "head", "middle", "tail"],
+        home=name,
+        experiment=values,
+        keys={key: key for key in choices},
+    )
+
+
+def _print_best(table: tables.Table) -> None:
+    scored = [e for e in table.entries if e.measure == "balanced" and e.mean is not None]
+    if scored:
+        best = max(scored, key=lambda e: e.mean or 0.0)
+        settings = next(s.cell.labels for s in table.standings if table.suite.row(s.cell.labels) == best.row)
+        flags = " ".join(f"-c {shlex.quote(f'{key}={text(value)}')}" for key, value in settings.items())
+        print(f"best on validation: {flags}", file=sys.stderr)
+
+
+def _require_validation(standings: Sequence[Standing]) -> None:
+    if any(standing.cell.experiment.data.validation == 0 for standing in standings):
+        raise ConfigError(
+            "data.validation is 0, and hyper-parameters must not be chosen on the test set; "
+            "hold a set out with -c data.validation=10"
+        )
+
+
+def _present(options: argparse.Namespace) -> Present:
+    return Present(options.device, options.stack, options.data_root, allow_changes=options.allow_changes)
+
+
+def _standings(cells: Sequence[Cell], options: argparse.Namespace, present: Present | None) -> list[Standing]:
+    """How far the cells are; with --overwrite, a run that cannot be taken is no obstacle."""
+    found = found_cells.standings(cells, options.out, options.results, options.data_root, present)
+    return [replace(s, obstacle="") if options.overwrite and s.is_refused else s for s in found]
+
+
+def _run(
+    standings: Sequence[Standing], home: Path, options: argparse.Namespace
+) -> tuple[list[Standing], list[RedgrapeError]]:
+    """Carry out what is not finished, several cells at once where that is faster."""
+    told = not options.quiet and not options.json
+    cells, workers = side_by_side.shares(standings, _workers(options), options.side_by_side)
+    if cells > 1:
+        if told:
+            print(f"{cells} cells side by side, with {workers} workers each", file=sys.stderr)
+        kept = {name: value for name, value in vars(options).items() if name != "command"}  # a function of no module
+        theirs = argparse.Namespace(**{**kept, "workers": workers, "quiet": True})
+        side_by_side.carry_out(_run_in_turn, (standings, home, theirs, told, cells), cells)
+    return _run_in_turn(standings, home, options, told)
+
+
+def _run_in_turn(
+    standings: Sequence[Standing], home: Path, options: argparse.Namespace, told: bool, at_once: int = 1
+) -> tuple[list[Standing], list[RedgrapeError]]:
+    """A cell after the other; one that cannot be run does not stop the others."""
+    failures: list[RedgrapeError] = []
+    after = list(standings)
+    present = _present(options)
+    for i, standing in enumerate(standings):
+        name = standing.cell.name
+        current = next((s for s in after[:i] if s.cell.identity == standing.cell.identity and s.finished), None)
+        if current is not None:
+            after[i] = replace(current, cell=standing.cell)
+        elif not standing.finished and (not standing.obstacle or standing.is_refused):
+            try:
+                after[i], folder = _begin(standing.cell, home, options, present)
+                if folder is not None:
+                    if told:
+                        _tell(i, after, options, at_once)
+                    carry_out(folder, options, label=name)
+                    after[i] = replace(after[i], view=RunView.read(folder.path))
+                elif after[i].is_refused:
+                    kind = StorageError if after[i].obstacle.startswith(found_cells.DAMAGED) else ConfigError
+                    failures.append(kind(f"{name}: {after[i].obstacle}"))
+            except BusyError:
+                after[i] = replace(standing, obstacle=BUSY)
+                if told:
+                    print(f"passed over: {name}: {BUSY}", file=sys.stderr)
+            except (ConfigError, DataError, Diverged, StorageError, TooFewClients) as error:
+                after[i] = replace(standing, obstacle=str(error))
+                failures.append(type(error)(f"{name}: {error}"))
+    busy = [s.cell for s in after if s.obstacle == BUSY]
+    since = {s.cell.name: s for s in _standings(busy, options, present) if s.finished}
+    return [since.get(s.cell.name, s) for s in after], failures
+
+
+def _begin(cell: Cell, home: Path, options: argparse.Namespace, present: Present) -> tuple[Standing, RunFolder | None]:
+    """How far the cell is by now, for another process may have come to it, and its run where it can be gone on with,
+    wherever it lies."""
+    with found_cells.choosing(options.out):
+        (now,) = _standings([cell], options, present)
+        if now.finished or now.obstacle:
+            return now, None
+        if now.view is not None:
+            return now, RunFolder.open(now.view.path)
+        path = home / cell.folder
+        if options.overwrite and (path / "experiment.toml").is_file():
+            RunFolder.open(path).remove()
+        is_new = not (path / "experiment.toml").is_file()
+        return now, RunFolder.create(path, cell.experiment) if is_new else RunFolder.open(path)
+
+
+def _workers(options: argparse.Namespace) -> int:
+    return options.workers or (cores() if options.device == "cpu" else 1)
+
+
+def _tell(i: int, standings: Sequence[Standing], options: argparse.Namespace, at_once: int) -> None:
+    left = [s for s in standings[i:] if not s.finished and not s.obstacle]
+    workers = _workers(options)
+    measured = cost.measure(options.out, workers)
+    seconds = cost.total([cost.seconds_left(s, measured, workers) for s in left], at_once)
+    print(
+        f"cell {i + 1} of {len(standings)}: {standings[i].cell.name} ({len(left)} to run, {cost.duration(seconds)})",
+        file=sys.stderr,
+    )
+
+
+def _print_plan(standings: Sequence[Standing], options: argparse.Namespace) -> None:
+    """The cells with their state and an estimate; nothing is run."""
+    at_once, workers = side_by_side.shares(standings, _workers(options), options.side_by_side)
+    measured = cost.measure(options.out, workers)
+    estimates = [0.0 if s.obstacle else cost.seconds_left(s, measured, workers) for s in standings]
+    total = cost.total(estimates, at_once)
+    if options.json:
+        cells = [
+            {**found_cells.described(s), "seconds": seconds} for s, seconds in zip(standings, estimates, strict=True)
+        ]
+        print(json.dumps({"cells": cells, "side_by_side": at_once, "workers": workers, "seconds": total}))
+        return
+    width = max((len(s.cell.name) for s in standings), default=0)
+    for s, seconds in zip(standings, estimates, strict=True):
+        expected = "" if s.finished or s.obstacle else f"  {s.rounds_left} rounds, {cost.duration(seconds)}"
+        print(f"{s.cell.name:<{width}}  {s.state}{expected}")
+    kinds: dict[str, int] = {}
+    for s in standings:
+        kind = "begun" if s.state.startswith("begun") else s.state
+        kinds[kind] = kinds.get(kind, 0) + 1
+    print(f"{len(standings)} cells: {', '.join(f'{count} {kind}' for kind, count in kinds.items())}")
+    if all(s.finished or s.obstacle for s in standings):
+        print("nothing to run")
+    else:
+        basis = f"after the times of '{options.out}'" if measured else "by a rough model, nothing has been run here yet"
+        each = f"{at_once} cells side by side, {workers} workers each" if at_once > 1 else f"{workers} workers"
+        print(f"{cost.duration(total)} with {each}, {basis}")
+
+
+def _record(standings: Sequence[Standing], records: Path, name: str) -> None:
+    """Copies of those that have no record yet, by this suite or by another."""
+    known = found_cells.recorded([standing.cell for standing in standings], records)
+    for standing in standings:
+        if standing.finished and standing.cell.identity not in known:
+            print(f"recorded: {found_cells.record(standing, records / name)}", file=sys.stderr)
+            known.add(standing.cell.identity)
+
+
+def _publish(table: tables.Table, folder: Path, options: argparse.Namespace) -> None:
+    tables.write(table, folder)
+    notes = []
+    if any(entry.values for entry in table.entries):
+        try:
+            curves.draw(table, folder / "curves.png")
+        except ConfigError as error:
+            notes.append(str(error))
+    if options.json:
+        print(json.dumps({"folder": str(folder), "table": tables.as_values(table)}))
+    else:
+        print(lines(tables.markdown(table)), end="")
+        for line in _missing(table.standings):
+            print(line)
+        print(f"tables and figure: {folder}")
+    for note in notes:
+        print(f"note: {note}", file=sys.stderr)
+
+
+def _missing(standings: Sequence[Standing]) -> Iterator[str]:
+    for standing in standings:
+        if not standing.finished:
+            yield f"not run: {standing.cell.name}: {standing.state}"
+
+
+def _raise_first(failures: Sequence[RedgrapeError]) -> None:
+    """After all is written: the exit code of what went wrong first."""
+    if failures:
+        more = f" (and {len(failures) - 1} more cells failed)" if len(failures) > 1 else ""
+        raise type(failures[0])(f"{failures[0]}{more}")
+
+
+def _list_suites() -> None:
+    for name in description.names():
+        print(f"{name:<16}  {description.load(name).title}")

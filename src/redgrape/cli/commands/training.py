@@ -1,0 +1,236 @@
+"""run, resume, compare."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import sys
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, closing, nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from redgrape.cli.progress import Progress
+from redgrape.errors import ConfigError, DataError, StorageError, enough_memory
+from redgrape.privacy.disclosure import disclosed, leak_in_one_line
+from redgrape.reading import run_tables
+from redgrape.reading.terminal import lines, printable
+from redgrape.runs import durable
+from redgrape.runs.experiment import Experiment, override, put, read_toml
+from redgrape.runs.folder import RunFolder
+from redgrape.runs.run import REMEDY, Present, Run
+
+if TYPE_CHECKING:
+    from redgrape.reading.tensorboard import TensorBoard
+
+
+def run(options: argparse.Namespace) -> None:
+    experiment = Experiment.parse(described(options))
+    out = options.out or Path("runs") / run_name(experiment)
+    if options.dry_run:
+        print_plan(out, experiment, options)
+        return
+    folder = RunFolder.create(out, experiment)
+    if carry_out(folder, options, label=run_tables.run_label(experiment.method.resolved())):
+        tell_leak(folder, options)
+    finish(folder, options)
+
+
+def resume(options: argparse.Namespace) -> None:
+    folder = RunFolder.open(options.run)
+    experiment = folder.experiment()
+    if options.rounds is not None:
+        if options.rounds < experiment.rounds:
+            raise ConfigError(f"--rounds is {options.rounds}, and the run is set to {experiment.rounds}; choose more")
+        if options.rounds > experiment.rounds:
+            _warn_of_schedules(experiment)
+        experiment = experiment.with_rounds(options.rounds)
+    if options.dry_run:
+        print_plan(folder.path, experiment, options)
+        return
+    if carry_out(folder, options, run_tables.run_label(experiment.method.resolved()), options.rounds):
+        tell_leak(folder, options)
+    finish(folder, options)
+
+
+def compare(options: argparse.Namespace) -> None:
+    """Several methods on the same split and seeds."""
+    cells: list[tuple[str, Experiment, Path]] = []
+    for spec in options.methods:
+        for seed in options.seeds or [None]:
+            values = described(options)
+            values["method"] = method_spec(spec, values.get("method", {}))
+            experiment = Experiment.parse(values if seed is None else {**values, "seed": seed})
+            path = options.out / f"{_file_name(spec)}-seed{experiment.seed}"
+            if any(path == other for *_, other in cells):
+                raise ConfigError(f"'{spec}' would run twice in '{path}'; name every method once")
+            cells.append((spec, experiment, path))
+    if options.dry_run:
+        for spec, experiment, path in cells:
+            if options.json:
+                print_plan(path, experiment, options)
+            else:
+                plan = f"{path}  {spec}  seed {experiment.seed}  {experiment.rounds} rounds  {experiment.hash()[:12]}"
+                print(printable(plan))
+        return
+    _check_taken([(experiment, path) for _, experiment, path in cells], options)
+    finished = []
+    for spec, experiment, path in cells:
+        is_new = not (path / "experiment.toml").is_file()
+        folder = RunFolder.create(path, experiment) if is_new else RunFolder.open(path)
+        label = spec if len(cells) == len(options.methods) else f"{spec} seed {experiment.seed}"
+        if carry_out(folder, options, label=label):
+            tell_leak(folder, options)
+        finished.append((spec, run_tables.RunView.read(path)))
+    for path, why in run_tables.other_data([view for _, view in finished]).items():
+        raise StorageError(f"'{path}' cannot be compared: {why}; {REMEDY}")
+    results = run_tables.collect(finished, options.on)
+    picture = options.out / "per_class.png"
+    notes = run_tables.notes(results)
+    text = "\n\n".join([run_tables.markdown(results), run_tables.caption(results), *notes]) + "\n"
+    durable.replace_file(options.out / "table.md", text.encode())
+    if options.json:
+        run_tables.draw_per_class(results, picture)
+        values = {r.label: {figure: r.values(figure) for figure in run_tables.FIGURES} for r in results}
+        extra_data = [r.label for r in results if r.title != r.label]
+        print(json.dumps({"table": values, "extra_data": extra_data, "notes": notes, "picture": str(picture)}))
+        return
+    run_tables.print_table(results)
+    run_tables.draw_per_class(results, picture)
+    print(f"accuracy per class: {printable(picture)}")
+
+
+def described(options: argparse.Namespace) -> dict[str, Any]:
+    """The experiment's values: the file, then flags, then key=value assignments."""
+    values = read_toml(options.experiment) if options.experiment else {}
+    for key, value in vars(options).items():
+        if key.startswith("set:") and value is not None:
+            put(values, key.removeprefix("set:"), value)
+    for assignment in options.config:
+        override(values, assignment)
+    return values
+
+
+def method_spec(spec: str, shared: Any) -> dict[str, Any]:
+    """`redgrape:placement=after_step,lam=0.2` -> the method section; what the other flags set holds for all methods."""
+    if not isinstance(shared, dict):
+        raise ConfigError(f"method is {shared!r} in the experiment; it must be a section, [method]")
+    name, _, hyper = spec.partition(":")
+    method: dict[str, Any] = {**shared, "name": name}
+    for assignment in filter(None, hyper.split(",")):
+        override(method, assignment)
+    return method
+
+
+def run_name(experiment: Experiment) -> str:
+    method, source = Path(experiment.method.name).stem, Path(experiment.data.source).stem
+    return f"{_file_name(f'{method}-{source}')}-seed{experiment.seed}-{experiment.hash()[:8]}"
+
+
+def _file_name(text: str) -> str:
+    return re.sub(r"[^A-Za-z0-9_.-]+", "-", Path(text).name if text.endswith(".py") else text).strip("-.")[:100]
+
+
+def _check_taken(cells: Sequence[tuple[Experiment, Path]], options: argparse.Namespace) -> None:
+    """Raise ConfigError where a run of before is of another experiment than asked for, of other data or files, or of
+    another machine; with --overwrite, remove all such runs. Every run is looked at before the first is removed."""
+    present = Present(options.device, options.stack, options.data_root, allow_changes=options.allow_changes)
+    begun = [(experiment, path) for experiment, path in cells if (path / "experiment.toml").is_file()]
+    wrong = {path: reason for e, path in begun if (reason := _why_not_taken(RunFolder.open(path), e, present))}
+    for path, reason in wrong.items():
+        if not options.overwrite:
+            raise ConfigError(f"'{path}' {reason}; {REMEDY}")
+    for path in wrong:
+        RunFolder.open(path).remove()
+
+
+def _why_not_taken(folder: RunFolder, experiment: Experiment, present: Present) -> str:
+    method = read_toml(folder.path / "experiment.toml").get("method")
+    name = method.get("name") if isinstance(method, dict) else None
+    if name != experiment.method.name or folder.experiment().hash() != experiment.hash():  # a stranger's is not loaded
+        return "holds another experiment"
+    if not (folder.path / "environment.json").exists():
+        return ""  # it has not begun, or is refused when it should go on
+    changes = present.changes(experiment, folder.environment())
+    return f"is not what is asked for: {', '.join(changes)}" if changes else ""
+
+
+def print_plan(folder: Path, experiment: Experiment, options: argparse.Namespace) -> None:
+    """What would run, and where."""
+    if options.json:
+        values = run_tables.plain(experiment.resolved())
+        print(json.dumps({"folder": str(folder), "hash": experiment.hash(), "experiment": values}))
+    else:
+        print(f"# would run in {printable(folder)}\n# experiment {experiment.hash()}")
+        print(lines(experiment.to_toml()), end="")
+
+
+def carry_out(folder: RunFolder, options: argparse.Namespace, label: str, rounds: int | None = None) -> bool:
+    """Do what is still to be done of a run, to so many rounds where it is to go on; whether that was anything."""
+    default = cores() if options.device == "cpu" else 1
+    workers = options.workers if options.workers is not None else default
+    this = Run(
+        folder,
+        workers=workers,
+        device=options.device,
+        data_root=options.data_root,
+        allow_changes=options.allow_changes,
+        deadline=options.deadline,
+        stack=options.stack,
+        rounds=rounds,
+    )
+    any_round = False
+    progress = Progress(label, folder.newest_round(), this.experiment.rounds, as_json=options.json, quiet=options.quiet)
+    try:
+        with enough_memory(), progress, _tensorboard(folder, options) as log:
+            for step in this.steps():
+                any_round = True
+                progress.step(step)
+                if log is not None:
+                    log.step(step)
+    except (ConfigError, DataError):
+        folder.discard()  # what cannot be run leaves nothing behind
+        raise
+    finally:
+        for note in this.notes:
+            print(f"note: {printable(note)}", file=sys.stderr)
+    return any_round
+
+
+def tell_leak(folder: RunFolder, options: argparse.Namespace) -> None:
+    """One line on what a run gave away, where the method has floors against that and they are off."""
+    if not options.quiet and (line := leak_in_one_line(disclosed(run_tables.RunView.read(folder.path)))) is not None:
+        print(f"note: {printable(line)}", file=sys.stderr)
+
+
+def _tensorboard(folder: RunFolder, options: argparse.Namespace) -> AbstractContextManager[TensorBoard | None]:
+    if not options.tensorboard:
+        return nullcontext()
+    from redgrape.reading.tensorboard import TensorBoard
+
+    return closing(TensorBoard(folder.path))
+
+
+def cores() -> int:
+    """The cores that this process may use, which may be fewer than the machine has."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def finish(folder: RunFolder, options: argparse.Namespace) -> None:
+    view = run_tables.RunView.read(folder.path)
+    if options.json:
+        print(json.dumps({"folder": str(folder.path), "summary": view.summary}))
+        return
+    run_tables.print_table(run_tables.collect([(view.label, view)]))
+    print(f"run folder: {printable(folder.path)}")
+
+
+def _warn_of_schedules(experiment: Experiment) -> None:
+    decaying = [k for k, v in experiment.method.resolved().items() if k.endswith("_schedule") and v != "constant"]
+    if decaying:
+        print(
+            f"note: {', '.join(decaying)} decays over all rounds: the extended run is not what a longer one would be",
+            file=sys.stderr,
+        )

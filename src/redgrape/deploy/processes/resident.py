@@ -1,0 +1,80 @@
+"""A site's resident process: it keeps the data and the net's code in memory and answers over a local socket.
+
+Flower starts a process for every message. That process would have to load torch and the data each time; here it only
+passes the question on (client_app.py). The socket lies in a folder that only the site's own user can enter.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import socket
+import sys
+from pathlib import Path
+
+import torch
+
+from redgrape.deploy.processes.supervision import end_with_parent
+from redgrape.deploy.protocol import wire
+from redgrape.deploy.protocol.deadlines import PROMISE, Promise
+from redgrape.deploy.protocol.site import Site
+from redgrape.deploy.setup.folder import SiteFolder
+from redgrape.errors import RedgrapeError
+
+READ_DEADLINE = 60.0  # seconds for a question that has begun to arrive
+BEAT = 5.0  # seconds between two words of a process that has nothing to do
+SLACK = 3 * READ_DEADLINE  # seconds beyond what it takes by its deadlines, after which it counts as hung
+
+
+def serve(site: Site, listening: socket.socket, promise: Promise) -> None:
+    """Answer one question after another, for ever, and promise each time when it will be done."""
+    listening.settimeout(BEAT)
+    while True:
+        promise.give(SLACK)
+        try:
+            connection, _ = listening.accept()
+        except TimeoutError:
+            continue
+        with connection:
+            connection.settimeout(READ_DEADLINE)
+            try:
+                header, parts = wire.receive(connection)
+                promise.give(_seconds(header) + SLACK)
+                wire.send(connection, *site.answer(header, parts))
+            except (OSError, wire.NotUnderstood) as error:  # who asked has gone; the next one may be there
+                print(f"a question could not be answered: {error}", file=sys.stderr, flush=True)
+
+
+def _seconds(header: wire.Header) -> float:
+    try:
+        return max(0.0, float(header["deadline"]))
+    except (KeyError, TypeError, ValueError):  # it will be answered with an error at once
+        return 0.0
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="A site's resident process.")
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--socket", type=Path, required=True)
+    options = parser.parse_args()
+    end_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the business of who started it
+    torch.set_num_threads(1)
+    try:
+        site = Site(SiteFolder(options.folder), options.data)
+    except RedgrapeError as error:
+        print(json.dumps({"error": str(error), "exit_code": error.exit_code}), flush=True)
+        sys.exit(error.exit_code)
+    with socket.socket(socket.AF_UNIX) as listening:
+        options.socket.unlink(missing_ok=True)
+        listening.bind(str(options.socket))
+        options.socket.chmod(0o600)
+        listening.listen(4)
+        print(json.dumps({"ready": True, "counts": site.counts(), "test": len(site.test)}), flush=True)
+        serve(site, listening, Promise(options.socket.with_name(PROMISE)))
+
+
+if __name__ == "__main__":
+    main()

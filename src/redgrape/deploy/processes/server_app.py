@@ -1,0 +1,86 @@
+"""Flower's ServerApp: carries out a run in its folder, and tells in a file how far it is.
+
+Flower throws away what a ServerApp prints, and knows of its end only that it failed. So the state of the run, and what
+a person should know of it, are in server/run.json, which `redgrape deploy run` follows.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+from flwr.app import Context
+from flwr.serverapp import Grid, ServerApp
+
+from redgrape.deploy.processes.deployed_run import DeployedRun
+from redgrape.deploy.processes.supervision import DEPLOYMENT, identity
+from redgrape.deploy.setup.folder import Deployment
+from redgrape.errors import ConfigError, RedgrapeError
+from redgrape.runs.folder import RunFolder
+
+app = ServerApp()
+
+
+KEPT = 100  # words that run.json holds; all are in run.log
+
+
+class Journal:
+    """server/run.json and server/run.log. `said` are the last of all the words; `words` counts them all."""
+
+    def __init__(self, deployment: Deployment, ticket: str, run: str) -> None:
+        self._file, self._log = deployment.server / "run.json", deployment.server / "run.log"
+        pid = os.getpid()
+        self._state: dict[str, Any] = {"ticket": ticket, "run": run, "state": "running", "said": [], "words": 0}
+        self.write(pid=pid, process=identity(pid))
+
+    def say(self, words: str) -> None:
+        self.write(said=[*self._state["said"], words][-KEPT:], words=self._state["words"] + 1)
+        with self._log.open("a", encoding="utf-8") as file:
+            file.write(f"{time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime())} {words}\n")
+
+    def write(self, **more: Any) -> None:
+        self._state |= more
+        temporary = self._file.with_name(".run.json.tmp")
+        temporary.write_text(json.dumps(self._state), encoding="utf-8")
+        temporary.replace(self._file)
+
+
+@app.main()  # type: ignore[untyped-decorator]  # Flower may not be installed where types are checked
+def main(grid: Grid, context: Context) -> None:
+    deployment = Deployment(Path(os.environ[DEPLOYMENT]))
+    settings = {key: str(value) for key, value in context.run_config.items()}
+    journal = Journal(deployment, settings["ticket"], settings["run"])
+    try:
+        _carry_out(deployment, settings, grid, journal)
+    except RedgrapeError as error:
+        journal.write(state="failed", message=str(error), exit_code=error.exit_code)
+        raise
+    except Exception as error:  # who ends this process tells nothing more: `redgrape deploy run` goes on
+        journal.say(traceback.format_exc())
+        words = " ".join(str(error).split())[:300]
+        journal.write(state="failed", message=f"{type(error).__name__}: {words}", exit_code=1)
+        raise
+    journal.write(state="finished")
+
+
+def _carry_out(deployment: Deployment, settings: dict[str, str], grid: Grid, journal: Journal) -> None:
+    name = settings["run"]
+    if Path(name).name != name:
+        raise ConfigError(f"'{name}' is no name of a run")
+    run = DeployedRun(
+        RunFolder.open(deployment.path / "runs" / name),
+        deployment,
+        grid,
+        journal.say,
+        authenticated=settings["nodes"] == "authenticated",
+        allow_changes=settings["changes"] == "allowed",
+    )
+    journal.say(f"run '{name}' begins after round {run.folder.newest_round()}")
+    for step in run.steps():
+        journal.write(round=step.state.round)
+    for note in run.notes:
+        journal.say(note)

@@ -1,0 +1,275 @@
+"""`redgrape deploy site`: a site's resident process and its SuperNode, started, watched, and ended together."""
+
+from __future__ import annotations
+
+import email.utils
+import json
+import os
+import socket
+import ssl
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from http.client import HTTPConnection, HTTPException, HTTPSConnection
+from pathlib import Path
+from typing import Any
+
+from redgrape.deploy.processes import fork_server
+from redgrape.deploy.processes.launch import NOT_RUN
+from redgrape.deploy.processes.supervision import APP, LOOK, POLL, SOCKET, Owned, environment, require_flower
+from redgrape.deploy.protocol.deadlines import PROMISE, Promise
+from redgrape.deploy.setup import certificates
+from redgrape.deploy.setup.folder import SiteFolder
+from redgrape.errors import BusyError, ConfigError, DataError, RedgrapeError, StorageError
+
+START_DEADLINE = 600.0  # seconds for the data to be read and checked
+CONNECT_DEADLINE = 20.0
+PATIENCE = 120.0  # seconds to retry where the server is there and refuses: a site that was killed counts as connected
+AGAIN = 3.0
+TOLD_EVERY = 300.0  # seconds between two words of a site that waits for its server
+BROKEN_LOOKS = 20  # in a row that see a promise broken: after a pause of the machine it may just not be renewed yet
+AHEAD, BEHIND = 4.0, 290.0  # seconds that a site's clock may differ; Flower refuses it from 5 and 305 on
+SKEW = 60.0  # seconds behind that are worth a word
+LOOKS_A_SECOND = 20.0  # of all sites together, for messages, so that many sites do not keep the server busy
+
+
+class SiteRole:
+    resident: Sequence[str] = (sys.executable, "-m", "redgrape.deploy.processes.resident")
+    node: Sequence[str] = (sys.executable, "-m", "redgrape.deploy.processes.launch", "supernode")
+    forks = True  # whether processes for messages are forked (warm.py)
+    poll = POLL
+
+    def __init__(self, folder: SiteFolder, data: Path, say: Callable[[str], None]) -> None:
+        self._folder, self._data, self._say = folder, data.resolve(), say
+        self._sockets = tempfile.TemporaryDirectory(prefix="redgrape-site-")  # a socket's path must be short
+        self._resident: Owned | None = None
+        self._warm: Owned | None = None
+        self._node: Owned | None = None
+        self._promise = Promise(Path(self._socket).with_name(PROMISE))
+        self._broken = 0
+        self._other_app = ""
+
+    def start(self) -> dict[str, Any]:
+        """Read and check the data, then connect; what the site holds, for its own eyes."""
+        require_flower()
+        if not self._folder.options.plain:
+            certificates.check_private(self._folder.key)
+            certificates.days_left(self._folder.authority)
+        facts = self._start_resident()
+        self._start_warm()
+        self._await_server()
+        self._start_node()
+        return facts
+
+    def _start_resident(self) -> dict[str, Any]:
+        log = self._folder.path / "resident.log"
+        log.unlink(missing_ok=True)
+        command = [*self.resident, str(self._folder.path), "--data", str(self._data)]
+        env = environment(self._folder.flower_home)
+        self._promise.take_back()
+        self._broken = 0
+        self._resident = Owned([*command, "--socket", self._socket], env, log)
+        ends = time.monotonic() + START_DEADLINE
+        while time.monotonic() < ends:
+            code, said = self._resident.code(), _first_json(log)
+            if "ready" in said:
+                return said
+            if "error" in said:
+                raise _error(str(said["error"]), int(said["exit_code"]))
+            if code is not None:
+                raise RedgrapeError(
+                    f"the site's process has ended with code {code}: {self._resident.last_words()[-300:]}"
+                )
+            time.sleep(0.1)
+        raise RedgrapeError(f"the data was not read within {START_DEADLINE:g} seconds; see {log}")
+
+    def _start_warm(self) -> None:
+        """Not waited for: as long as it does not answer, Flower's own command is run."""
+        if not self.forks:
+            return
+        scripts = Path(self._sockets.name) / "bin"
+        scripts.mkdir(exist_ok=True)
+        listens_at = Path(self._sockets.name) / "warm"
+        listens_at.unlink(missing_ok=True)
+        fork_server.write_script(scripts, listens_at)
+        command = [sys.executable, "-m", "redgrape.deploy.processes.launch", "clientapps", str(listens_at)]
+        self._warm = Owned(command, self._environment(), self._folder.path / "clientapp.log")
+
+    def _environment(self) -> dict[str, str]:
+        look = max(self.poll, self._folder.options.sites / LOOKS_A_SECOND)
+        told = {SOCKET: self._socket, LOOK: str(look), APP: self._folder.options.app}
+        env = environment(self._folder.flower_home, told, self.poll)
+        return env | {"PATH": f"{self._sockets.name}/bin{os.pathsep}{env['PATH']}"}
+
+    @property
+    def _socket(self) -> str:
+        return str(Path(self._sockets.name) / "socket")
+
+    def _await_server(self, *, again: bool = False) -> None:
+        """Until the server answers with a certificate that this site can trust. A false one is an error at once, but
+        not where the site was connected before: it has expired, say, and will be renewed."""
+        told, since = "", time.monotonic()
+        while (reason := self._why_not(again)) is not None:
+            if reason != told or time.monotonic() - since >= TOLD_EVERY:
+                self._say(f"waiting for the server {self._folder.options.server} ({reason})")
+                told, since = reason, time.monotonic()
+            time.sleep(AGAIN)
+        with suppress(OSError, ValueError):  # it has just ended again, as the SuperNode will find
+            if wrong := why_clock_is_wrong(clock_ahead(self._folder)):
+                self._say(f"the clock of this machine is {wrong}")
+
+    def _why_not(self, again: bool) -> str | None:
+        try:
+            return check_server(self._folder)
+        except ConfigError as error:
+            if not again:
+                raise
+            return f"NOT TRUSTED, nothing is sent to it: {error}"
+
+    def _start_node(self) -> None:
+        options, log = self._folder.options, self._folder.path / "supernode.log"
+        command = [*self.node, "--superlink", options.server]
+        command += ["--host", "127.0.0.1", "--port", str(_free_port()), "--max-wait-time", str(CONNECT_DEADLINE)]
+        command += ["--node-config", f"partition-id={options.index} num-partitions={options.sites}"]
+        if options.plain:
+            command += ["--insecure"]
+        else:
+            command += ["--root-certificates", str(self._folder.authority)]
+            command += ["--auth-supernode-private-key", str(self._folder.key)]
+        self._folder.flower_home.mkdir(mode=0o700, exist_ok=True)
+        log.unlink(missing_ok=True)
+        self._node = Owned(command, self._environment(), log)
+
+    def watch(self, until: Callable[[], bool] = lambda: False) -> None:
+        """Until it is interrupted. What has ended is started again, as long as the server does not refuse this site."""
+        refused_since: float | None = None
+        while not until():
+            assert self._resident is not None
+            assert self._node is not None
+            self._broken = self._broken + 1 if self._promise.is_broken() else 0
+            if self._resident.code() is not None or self._broken >= BROKEN_LOOKS:
+                what = "has ended" if self._resident.code() is not None else "hangs"
+                self._say(f"the site's process {what}; starting it again")
+                self._resident.stop()
+                self._start_resident()
+            node_ended = self._node.code() is not None
+            if self._warm is not None and (node_ended or self._warm.code() is not None):
+                self._warm.stop()  # with what was forked, which would try to reach a SuperNode that has ended for ever
+                self._start_warm()
+            if node_ended:
+                said = self._node.last_words()
+                self._node.stop()
+                if "[code:" in said:  # the server's own word; else it was not reached
+                    refused_since = refused_since or time.monotonic()
+                    if time.monotonic() - refused_since > PATIENCE:
+                        raise ConfigError(
+                            f"the server does not accept the key of site '{self._folder.options.name}': is it "
+                            f"registered there, and used by nobody else? {said[-300:]}"
+                        )
+                else:
+                    refused_since = None
+                self._say(f"not connected; trying again ({said[-160:]})")
+                time.sleep(AGAIN)
+                self._await_server(again=True)
+                self._start_node()
+            else:
+                said = self._node.last_words()
+                refused_since = None if "SuperNode ID" in said else refused_since
+                self._tell_of_other_app(said)
+            time.sleep(0.5)
+
+    def _tell_of_other_app(self, said: str) -> None:
+        """Once of each, where the SuperNode has said that it did not run one."""
+        words = said.rpartition(NOT_RUN)[2].partition(" | ")[0] if NOT_RUN in said else self._other_app
+        if words != self._other_app:
+            self._other_app = words
+            self._say(f"NOT RUN: {words}")
+
+    def stop(self) -> None:
+        for owned in (self._node, self._warm, self._resident):
+            if owned is not None:
+                owned.stop()
+        self._sockets.cleanup()
+
+
+def check_server(folder: SiteFolder) -> str | None:
+    """None where the server answers, and is who it says; the reason where nobody answers. ConfigError where somebody
+    does who is not the server of this deployment."""
+    options = folder.options
+    host, _, port = options.server.rpartition(":")
+    host = host.strip("[]")
+    try:
+        with socket.create_connection((host, int(port)), timeout=5) as connection:
+            if options.plain:
+                return None
+            context = ssl.create_default_context(cafile=str(folder.authority))
+            with context.wrap_socket(connection, server_hostname=host):
+                return None
+    except ssl.SSLCertVerificationError as error:
+        raise ConfigError(
+            f"{options.server} is not the server of this deployment: {error.verify_message}; ask the server's people "
+            "for the right ca.crt or address"
+        ) from error
+    except (ssl.SSLEOFError, ssl.SSLZeroReturnError):  # as a server does that is ending or just starting
+        return "it closed the connection"
+    except ssl.SSLError as error:
+        raise ConfigError(
+            f"{options.server} does not speak TLS as it should ({error.reason}); nothing was sent"
+        ) from error
+    except OSError as error:
+        return str(error.strerror or error)
+
+
+def clock_ahead(folder: SiteFolder) -> float:
+    """Seconds that this machine's clock is ahead of the server's; OSError or ValueError where these are not told."""
+    host, _, port = folder.options.server.rpartition(":")
+    host = host.strip("[]")
+    connection: HTTPConnection
+    if folder.options.plain:
+        connection = HTTPConnection(host, int(port), timeout=5)
+    else:
+        context = ssl.create_default_context(cafile=str(folder.authority))
+        connection = HTTPSConnection(host, int(port), timeout=5, context=context)
+    try:
+        connection.request("GET", "/health/live")
+        date = connection.getresponse().getheader("date")
+    except HTTPException as error:
+        raise OSError(f"the server's answer is not understood ({type(error).__name__})") from error
+    finally:
+        connection.close()
+    if not date:
+        raise OSError("the server tells no time")
+    # The server tells whole seconds, cut off, so that this is up to one too large.
+    return time.time() - email.utils.parsedate_to_datetime(date).timestamp() - 0.5
+
+
+def why_clock_is_wrong(ahead: float) -> str | None:
+    """None where it is not: what a site signs carries the time."""
+    words = f"{abs(ahead):.0f} seconds {'ahead of' if ahead > 0 else 'behind'} the server's"
+    if not -BEHIND <= ahead <= AHEAD:
+        return f"{words}, and Flower refuses what a site signs so; set it"
+    return f"{words}; set it" if -ahead > SKEW else None
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _first_json(log: Path) -> dict[str, Any]:
+    for line in log.read_bytes().splitlines():
+        if line.startswith(b"{"):
+            try:
+                said = json.loads(line)
+            except ValueError:
+                return {}  # half written
+            return said if isinstance(said, dict) else {}
+    return {}
+
+
+def _error(message: str, code: int) -> RedgrapeError:
+    kinds = {kind.exit_code: kind for kind in (ConfigError, DataError, StorageError, BusyError)}
+    return kinds.get(code, RedgrapeError)(message)

@@ -1,0 +1,254 @@
+"""What a site answers to the server's questions. Its examples and its state stay here; what leaves is in the answers.
+
+join       who is this, and does its data fit
+survey     what a method must know before the first round
+train      a client's round: the update; the new state is saved here, under run and round
+evaluate   how a model does on the site's test set, of classes from min_count on: counts, not examples
+sum        one stage of a secure sum of what the site would answer to one of the last three (secure_sum.py). A site with
+           secure_aggregation answers to these three in no other way
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import signal
+import sys
+import tomllib
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import safetensors
+import torch
+
+import redgrape
+from redgrape import methods, nets, tree
+from redgrape.data.examples import Examples
+from redgrape.data.prepare import augmentation
+from redgrape.deploy.protocol import admission
+from redgrape.deploy.protocol.known_federation import PartialFederation
+from redgrape.deploy.protocol.site_states import SiteStates
+from redgrape.deploy.protocol.wire import PROTOCOL, Header, NotUnderstood, Parts
+from redgrape.deploy.setup import site_data
+from redgrape.deploy.setup.folder import SiteFolder
+from redgrape.engines import ClientHalf
+from redgrape.errors import ConfigError, DataError, RedgrapeError
+from redgrape.learning import evaluation
+from redgrape.runs.experiment import Experiment
+from redgrape.tree import Tree
+
+if TYPE_CHECKING:
+    from redgrape.deploy.protocol.secure_sum import Member
+
+_CPU = torch.device("cpu")
+
+
+class Site:
+    """One site with its data, which has been checked."""
+
+    def __init__(self, folder: SiteFolder, data: Path, states: Path | None = None) -> None:
+        self.options = folder.options
+        agreement, index = self.options.data, self.options.index
+        self.train, self.test = site_data.load(data, folder.path / "cache", agreement, hold_out=self.options.evaluates)
+        if not len(self.train):
+            raise DataError(f"'{data}' holds no training example; a site needs at least one to take part")
+        if self.options.evaluates and not len(self.test):
+            raise DataError(f"'{data}' holds no test example, and models are evaluated at the sites")
+        self.index = index
+        self._judged = self._test_told()
+        self._states = SiteStates(folder.states if states is None else states)
+        self._prepared: tuple[str, ClientHalf] | None = None
+        self._sums: tuple[str, Member] | None = None  # the name of the sum that goes on
+
+    def counts(self) -> dict[str, int]:
+        """Training examples of each class, for the site's own eyes."""
+        counts = torch.bincount(self.train.labels, minlength=len(self.options.data.classes)).tolist()
+        return dict(zip(self.options.data.classes, counts, strict=True))
+
+    def _test_told(self) -> Examples:
+        """The test examples that the site's evaluation tells of. The rows of a class tell nearly how many examples of
+        it there are, so that outside of a secure sum a class below the floor is left out."""
+        if self.options.secure_aggregation or self.options.min_count == 1:
+            return self.test
+        held = torch.bincount(self.train.labels, minlength=len(self.options.data.classes))
+        return self.test.take((held >= self.options.min_count)[self.test.labels].nonzero().flatten().numpy())
+
+    def answer(self, header: Header, parts: Parts) -> tuple[Header, dict[str, bytes]]:
+        """The answer to a question; an error is one too, in one line."""
+        back = {"site": self.index, "round": header.get("round"), "protocol": PROTOCOL}
+        try:
+            if header.get("protocol") != PROTOCOL:
+                raise ConfigError(f"the server speaks protocol {header.get('protocol')}, and this site {PROTOCOL}")
+            kind = str(header.get("kind"))
+            with _within(float(header["deadline"])):
+                if kind == "sum":
+                    more, sent = self._sum(header, parts)
+                    return back | more, sent
+                if self.options.secure_aggregation and kind != "join":
+                    raise ConfigError("this site answers in secure sums alone (secure_aggregation in its site.toml)")
+                more, trees = self._question(kind)(header, parts)
+            return back | more, {name: tree.to_bytes(value) for name, value in trees.items()}
+        except Exception as error:  # a site that fails must say so, and be there for the next question
+            return back | {"error": _for_the_server(error)}, {}
+
+    def _question(self, kind: str) -> Callable[[Header, Parts], tuple[Header, dict[str, Tree]]]:
+        questions: dict[str, Callable[[Header, Parts], tuple[Header, dict[str, Tree]]]] = {
+            "join": self._join,
+            "survey": self._survey,
+            "train": self._train,
+            "evaluate": self._evaluate,
+        }
+        if kind not in questions:
+            raise ConfigError(f"the server asks {kind[:40]!r}, which is not known here")
+        return questions[kind]
+
+    def _join(self, header: Header, parts: Parts) -> tuple[Header, dict[str, Tree]]:
+        agreement = self.options.data
+        facts = {
+            "name": self.options.name,
+            "sites": self.options.sites,
+            "agreement": agreement.model_dump(mode="json"),
+            "examples": None if self.options.secure_aggregation else len(self.train),
+            "tests": None if self.options.secure_aggregation else len(self._judged),
+            "secure_aggregation": self.options.secure_aggregation,
+            "evaluates": self.options.evaluates,
+            "redgrape": redgrape.__version__,
+            "torch": torch.__version__,
+            "numpy": np.__version__,
+            "machine": platform.machine(),
+            "cpu": torch.backends.cpu.get_cpu_capability(),
+        }
+        return facts, {}
+
+    def _survey(self, header: Header, parts: Parts) -> tuple[Header, dict[str, Tree]]:
+        _, answer = next(self._half(header).survey([self.index]))
+        return {}, {"survey": answer}
+
+    def _train(self, header: Header, parts: Parts) -> tuple[Header, dict[str, Tree]]:
+        half, run, round = self._half(header), str(header["run"]), int(header["round"])
+        start = header.get("state")  # the round that this client's state must be of; none before its first
+        state = None if start is None else self._states.load(run, int(start))
+        answer = half.run(self.index, _tree(parts, "broadcast"), state, round)
+        new = tree.ordered(answer.state)
+        if new:
+            self._states.save(run, round, new, int(header["reach"]), None if start is None else int(start))
+        return {"has_state": bool(new)}, {"update": tree.ordered(answer.update)}
+
+    def _evaluate(self, header: Header, parts: Parts) -> tuple[Header, dict[str, Tree]]:
+        if not self.options.evaluates:
+            raise ConfigError("models are evaluated at the server, and this site holds no test set")
+        if not len(self._judged):
+            raise ConfigError(
+                f"this site tests no class of which it trains with {self.options.min_count} examples or more, and "
+                "evaluates no other (min_count in its site.toml)"
+            )
+        model = tree.flatten(_tree(parts, "model"))
+        scores = self._half(header).score(model, "test", evaluation.batch_starts(self._judged))
+        confusion = torch.stack([counts for counts, _ in scores]).sum(dim=0)
+        loss = torch.tensor(sum(loss for _, loss in scores), dtype=torch.float64)
+        return {}, {"scores": {"confusion": confusion, "loss": loss}}
+
+    def _sum(self, header: Header, parts: Parts) -> tuple[Header, dict[str, bytes]]:
+        """One stage of a secure sum; the numbers that this site adds leave it masked."""
+        from redgrape.deploy.protocol.secure_sum import Member
+        from redgrape.exchange import fixed_point
+
+        name, stage = str(header.get("sum")), str(header.get("stage"))
+        if stage == "keys":
+            self._sums = name, Member(self.index)
+        if self._sums is None or self._sums[0] != name:
+            raise ConfigError("this site takes part in another secure sum, or was started anew since this one began")
+        more: Header = {}
+        numbers = None
+        if stage == "masked":
+            more, summand = self._summand(header, parts)
+            layout, numbers = fixed_point.encode(summand, self.options.sites)
+            more = {**more, "layout": layout}
+        return more, self._sums[1].answer(stage, header, parts, numbers)
+
+    def _summand(self, header: Header, parts: Parts) -> tuple[Header, Tree]:
+        kind = str(header.get("of"))
+        if kind not in ("train", "evaluate", "survey"):
+            raise ConfigError(f"the server asks for a sum of {kind[:40]!r}, which is not known here")
+        half = self._half(header)
+        more, trees = self._question(kind)(header, parts)
+        if kind != "train":
+            return more, next(iter(trees.values()))
+        return more, half.summand(self.index, _tree(parts, "broadcast"), trees["update"], int(header["round"]))
+
+    def _half(self, header: Header) -> ClientHalf:
+        """The client half of the method that the server's experiment names."""
+        experiment = _parse(str(header.get("experiment")))
+        key = experiment.hash()
+        if self._prepared is None or self._prepared[0] != key:
+            self._prepared = key, self._client_half(experiment)
+        return self._prepared[1]
+
+    def _client_half(self, experiment: Experiment) -> ClientHalf:
+        method, options = experiment.method.create(), self.options
+        if reason := admission.why_refused(experiment, options):
+            raise ConfigError(f"this site does not take part in the server's experiment: {reason}")
+        augment = augmentation(experiment.data, 1 + len(options.data.shape))
+        train = replace(self.train, augment=augment)
+        federation = PartialFederation(
+            options.data, options.sites, own=(self.index, train), test=self._judged if options.evaluates else None
+        )
+        build = partial(nets.build, experiment.net.name, options.data.shape, federation.num_classes, experiment.seed)
+        exchange = experiment.exchange
+        return ClientHalf(method, federation, build, experiment.seed, experiment.rounds, _CPU, exchange=exchange)
+
+
+def _for_the_server(error: Exception) -> str:
+    """What the server is told of a failure. What is wrong with its question it is told in words; of other failures,
+    whose words may name paths or what is in files, only the kind: the rest is for the site's log."""
+    words = " ".join(str(error).split())
+    if isinstance(error, ConfigError | NotUnderstood) or (isinstance(error, RedgrapeError) and os.sep not in words):
+        return words
+    print("".join(traceback.format_exception(error)), file=sys.stderr, flush=True)
+    return f"{type(error).__name__} at this site, whose log tells more"
+
+
+def _parse(text: str) -> Experiment:
+    try:
+        values = tomllib.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise NotUnderstood(f"its experiment is not valid TOML: {error}") from error
+    method = values.get("method")
+    name = method.get("name") if isinstance(method, dict) else None
+    if name not in methods.names():  # a path would be loaded as code
+        raise ConfigError(f"the server asks for the method {str(name)[:60]!r}, which is not one of redgrape's own")
+    return Experiment.parse(values)
+
+
+def _tree(parts: Parts, name: str) -> Tree:
+    try:
+        return tree.from_bytes(parts[name]) if name in parts else {}
+    except (safetensors.SafetensorError, ValueError) as error:
+        raise NotUnderstood(f"'{name}' cannot be read: {error}") from error
+
+
+@contextmanager
+def _within(seconds: float) -> Iterator[None]:
+    """Give up after so many seconds: the server has gone on without this answer, and the next question waits. Only the
+    main thread can be told, and only where there are signals."""
+
+    def late(*_: object) -> None:
+        raise RedgrapeError(f"it was not finished within {seconds:g} seconds")
+
+    try:
+        before = signal.signal(signal.SIGALRM, late)
+    except (ValueError, AttributeError):
+        yield
+        return
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)

@@ -1,0 +1,1 @@
+"""The folders of a deployment: made, described, checked."""

@@ -1,0 +1,252 @@
+"""What a deployment has on disk: at the server everything, and for each site a folder that is handed over to it.
+
+    deploy.toml                  who takes part, where the server listens, what the data looks like, deadlines
+    experiment.toml              what `redgrape deploy run` runs
+    app/                         the Flower app
+    server/                      ca.crt, ca.key, server.crt, server.key, start.sh; later the server's own files
+    sites/NAME/                  site.toml, ca.crt, key, key.pub, start.sh, README.md
+    runs/                        run folders, like those of `redgrape run`
+
+Keys can be read by their owner alone.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import re
+import tomllib
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self, TypeVar
+
+import tomli_w
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+
+from redgrape.errors import ConfigError
+from redgrape.runs import durable
+from redgrape.validation import one_line, short
+
+_STRICT = ConfigDict(frozen=True, strict=True, extra="forbid")
+FEWEST_IN_SUM = 3  # sites of a secure sum
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,39}")
+_LABEL = re.compile(r"[A-Za-z0-9]([A-Za-z0-9-]{0,61}[A-Za-z0-9])?")
+_Folder = TypeVar("_Folder", bound="_Described")
+
+
+def _tuple(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value  # TOML has lists only
+
+
+def _site_name(name: str) -> str:
+    if not _NAME.fullmatch(name):
+        raise ValueError(f"'{name[:40]}' is no name for a site; use letters, digits, '-' and '_'")
+    return name
+
+
+def _host(host: str) -> str:
+    """An IP address, or a name as in RFC 1123, whose last part is no number."""
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        labels = host.split(".")
+        if len(host) > 253 or not all(map(_LABEL.fullmatch, labels)) or labels[-1].isdecimal():
+            raise ValueError(f"'{host[:80]}' is no name of a host and no address") from None
+    return host
+
+
+def _each_once(values: tuple[Any, ...]) -> tuple[Any, ...]:
+    if len(set(values)) < len(values):
+        raise ValueError("something is named twice")
+    return values
+
+
+Names = Annotated[
+    tuple[Annotated[str, Field(min_length=1, max_length=200)], ...], BeforeValidator(_tuple), AfterValidator(_each_once)
+]
+SiteName = Annotated[str, AfterValidator(_site_name)]
+Host = Annotated[str, AfterValidator(_host)]
+
+
+class DataAgreement(BaseModel):
+    """What all sites' data must look like."""
+
+    model_config = _STRICT
+
+    classes: Names = Field(description="the names of all classes, in the order of their numbers", min_length=2)
+    shape: Annotated[tuple[Annotated[int, Field(ge=1)], ...], BeforeValidator(_tuple)] = Field(
+        description="of one input: channels, height and width of an image, or the length of a vector", min_length=1
+    )
+    input: Literal["uint8", "float"] = Field("uint8", description="uint8 pixels, or numbers")
+    image_size: int | None = Field(None, ge=1, description="resize the images of folders to so many pixels square")
+
+
+class Deadlines(BaseModel):
+    """Seconds. No wait is without one."""
+
+    model_config = _STRICT
+
+    join: float = Field(300.0, gt=0, allow_inf_nan=False, description="for the sites of a round to be connected")
+    round: float = Field(3600.0, gt=0, allow_inf_nan=False, description="for a site's update")
+    evaluate: float = Field(600.0, gt=0, allow_inf_nan=False, description="for a site's evaluation, or a question")
+
+
+class _Described(BaseModel):
+    model_config = _STRICT
+
+    @classmethod
+    def read(cls: type[_Folder], path: Path) -> _Folder:
+        try:
+            values = tomllib.loads(durable.ordinary(path).read_text(encoding="utf-8-sig"))
+        except OSError as error:
+            raise ConfigError(f"cannot read '{path}': {error.strerror}") from error
+        except (ValueError, RecursionError) as error:
+            raise ConfigError(short(f"'{path}' is not valid TOML: {error}")) from error
+        try:
+            return cls.model_validate(values)
+        except ValidationError as error:
+            raise ConfigError(f"'{path}': {one_line(error, cls)}") from error
+
+    def to_toml(self) -> str:
+        return tomli_w.dumps(self.model_dump(mode="json", exclude_none=True))
+
+
+class DeployOptions(_Described):
+    """deploy.toml: the server's description of a deployment."""
+
+    sites: Annotated[tuple[SiteName, ...], BeforeValidator(_tuple), AfterValidator(_each_once)] = Field(
+        description="the sites in the order of their numbers", min_length=1
+    )
+    host: Host = Field(description="the name or address by which the sites reach the server")
+    port: int = Field(8443, ge=1, le=65535)
+    bind: Host = Field(description="the address of this machine that the server listens on")
+    plain: bool = Field(False, description="no TLS and no keys; on this machine only")
+    test: str | None = Field(None, description="the server's test set: a folder of images or an .npz file")
+    auxiliary: str | None = Field(None, description="the server's small balanced set, for methods that need one")
+    tail: Names = Field((), description="classes that count as the tail in reports; the others are the head")
+    min_count: int = Field(8, ge=1, description="sites refuse to report a class of which they hold fewer examples")
+    min_clients: int = Field(3, ge=1, description="sites refuse that a class is released which fewer sites report")
+    secure_aggregation: bool = Field(False, description="the server sees sums over the sites and no site's update")
+    data: DataAgreement
+    deadlines: Deadlines = Field(default_factory=Deadlines)
+
+    @model_validator(mode="after")
+    def _safe(self) -> Self:
+        if self.plain and not (is_loopback(self.bind) and is_loopback(self.host)):
+            raise ValueError(
+                f"plain is set, and the server would listen on '{self.bind}' for '{self.host}'; without TLS only "
+                "127.0.0.1, ::1 or localhost is allowed"
+            )
+        if self.secure_aggregation and len(self.sites) < FEWEST_IN_SUM:
+            raise ValueError(
+                f"secure_aggregation needs at least {FEWEST_IN_SUM} sites, and there are {len(self.sites)}: of two, "
+                "each would learn from the sum what the other has sent"
+            )
+        if unknown := set(self.tail) - set(self.data.classes):
+            raise ValueError(f"tail names '{min(unknown)}', which is none of the classes")
+        return self
+
+    @property
+    def address(self) -> str:
+        return address(self.host, self.port)
+
+
+class SiteOptions(_Described):
+    """site.toml: what one site knows of the deployment."""
+
+    name: SiteName
+    index: int = Field(ge=0)
+    sites: int = Field(ge=1, description="how many there are")
+    server: str = Field(min_length=3, description="host:port")
+    plain: bool = False
+    app: str = Field(pattern="^[0-9a-f]{64}$", description="the SHA-256 of the Flower app; no other is run here")
+    evaluates: bool = Field(description="whether models are evaluated at the sites, each of which holds out a test set")
+    min_count: int = Field(8, ge=1, description="refuse to report a class of which there are fewer examples here")
+    min_clients: int = Field(3, ge=1, description="refuse that a class is released which fewer sites report")
+    secure_aggregation: bool = Field(False, description="answer in secure sums alone, never with an update as it is")
+    data: DataAgreement
+
+    @model_validator(mode="after")
+    def _safe(self) -> Self:
+        if self.plain and not is_loopback(self.server.rpartition(":")[0].strip("[]")):
+            raise ValueError(
+                f"plain is set, and the server is '{self.server}'; without TLS only this machine is allowed"
+            )
+        if self.index >= self.sites:
+            raise ValueError(f"index is {self.index}, and there are {self.sites} sites")
+        return self
+
+
+def is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def is_everywhere(bind: str) -> bool:
+    """Whether it stands for all addresses of the machine, which must be asked for."""
+    try:
+        return ipaddress.ip_address(bind).is_unspecified
+    except ValueError:
+        return False
+
+
+def address(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+class Deployment:
+    """The server's folder."""
+
+    def __init__(self, path: Path) -> None:
+        if not (path / "deploy.toml").is_file():
+            hint = "; it is a site's folder" if (path / "site.toml").is_file() else ""
+            raise ConfigError(f"'{path}' has no deploy.toml{hint}; `redgrape deploy init {path}` makes one")
+        self.path = path.resolve()
+        self.options = DeployOptions.read(path / "deploy.toml")
+
+    @property
+    def server(self) -> Path:
+        return self.path / "server"
+
+    @property
+    def flower_home(self) -> Path:
+        return self.server / "flower"
+
+    def site(self, name: str) -> Path:
+        return self.path / "sites" / name
+
+
+class SiteFolder:
+    """A site's folder."""
+
+    def __init__(self, path: Path) -> None:
+        if not (path / "site.toml").is_file():
+            hint = f"; name one of its sites, such as {path}/sites/NAME" if (path / "deploy.toml").is_file() else ""
+            raise ConfigError(f"'{path}' has no site.toml{hint or '; ask the server for the folder of your site'}")
+        self.path = path.resolve()
+        self.options = SiteOptions.read(path / "site.toml")
+
+    @property
+    def key(self) -> Path:
+        return self.path / "key"
+
+    @property
+    def authority(self) -> Path:
+        return self.path / "ca.crt"
+
+    @property
+    def flower_home(self) -> Path:
+        return self.path / "flower"
+
+    @property
+    def states(self) -> Path:
+        return self.path / "states"
+
+
+def write_private(path: Path, data: bytes) -> None:
+    """A file that only its owner can read, from its first byte on."""
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        file.write(data)

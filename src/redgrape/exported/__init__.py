@@ -1,0 +1,1 @@
+"""Models that leave a run: export, card, inference."""

@@ -1,0 +1,227 @@
+"""A model's card: what it is, how well it does, how to use it, and what it should not be used for, in Markdown."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from redgrape.reading import judged
+
+FIGURES = {
+    "accuracy": "overall",
+    "balanced": "class-balanced",
+    "head": "head classes",
+    "middle": "middle classes",
+    "tail": "tail classes",
+}
+
+
+def write_card(card: Mapping[str, Any], told: str) -> str:
+    """The card of what model.json says; `told` is what its method's messages tell beyond those of averaging."""
+    run, experiment = card["run"], card["run"]["experiment"]
+    sections = [
+        f"# {plain(experiment['method']['name'])} on {plain(experiment['data']['source'])}",
+        _what_it_is(card),
+        "## How to use it",
+        _use(card),
+        "## How well it does",
+        _results(run, card["class_names"]),
+        "## Classes",
+        _classes(card),
+        "## Data",
+        _data(run),
+        "## Training",
+        _training(card),
+        "## Limits",
+        _limits(card),
+        "## Privacy",
+        _privacy(told, summed=bool(run.get("secure_aggregation"))),
+    ]
+    return "\n\n".join(sections) + "\n"
+
+
+def plain(text: Any) -> str:
+    """Text that Markdown shows as it is: on one line, with nothing in it that could be markup."""
+    printable = "".join(c if c.isprintable() else " " for c in str(text))
+    return re.sub(r"([\\`*_\[\]<>|#~&$@:!])", r"\\\1", " ".join(printable.split()))
+
+
+def percent(share: float | None) -> str:
+    return "–" if share is None else f"{100 * share:.1f} %"
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def bullets(lines: Iterable[str]) -> str:
+    return "\n".join(f"- {line}" for line in lines)
+
+
+def _what_it_is(card: Mapping[str, Any]) -> str:
+    run = card["run"]
+    rounds = run["experiment"]["rounds"]
+    unfinished = "" if run["round"] == rounds else " The run was not finished when this was written."
+    return (
+        f"A classifier of {len(card['class_names'])} classes, trained by federated learning with "
+        f"redgrape {plain(run['versions']['redgrape'])}: the encoder and the linear classifier of the net "
+        f"{plain(card['net'])} after round {run['round']} of {rounds}.{unfinished} Nothing else of the training is in "
+        f"this folder."
+    )
+
+
+def _use(card: Mapping[str, Any]) -> str:
+    shape = ", ".join(["n", *map(str, card["input"]["shape"])])
+    if pixels := card["input"]["pixels"]:
+        treatment = (
+            f"`x` holds pixels as uint8, [{shape}]. They are treated inside the model: divided by 255, less the mean "
+            f"{_numbers(pixels['mean'])}, divided by the standard deviation {_numbers(pixels['std'])} of each channel. "
+            f"Image files of another size are resized, which distorts them where their sides have other proportions."
+        )
+    else:
+        treatment = f"`x` holds floats, [{shape}], which the net takes as they are."
+    name = "pixels" if pixels else "x"
+    runtime = f"\n\nThe input of model.onnx is named `{name}`, its output `logits`; the treatment is part of the graph."
+    return (
+        "```python\nfrom redgrape.exported.model import load_model\n\n"
+        'model = load_model("path/to/this/folder")\n'
+        "model.predict(x)  # the names of the classes\n"
+        "model(x)  # the probabilities, a row for each example\n```\n\n"
+        f"{treatment}{runtime if card['weights']['format'] == 'onnx' else ''}"
+    )
+
+
+def _results(run: Mapping[str, Any], class_names: Sequence[str]) -> str:
+    last, mean = run["last"], run["mean_of_last"]
+    if last is None and mean is None:
+        return f"The model of round {run['round']} was not evaluated."
+    columns = {f"round {run['round']}": last}
+    if mean is not None:
+        columns[f"mean of the last {len(run['averaged_rounds'])} evaluations"] = mean
+    counts, names = run["test_counts"], [plain(name) for name in class_names]
+    over = judged.over_classes(counts)
+    rows = [
+        [
+            f"{words} ({over})" if over and figure == "balanced" else words,
+            *(percent((values or {}).get(figure)) for values in columns.values()),
+        ]
+        for figure, words in FIGURES.items()
+    ]
+    few = "".join(f"Note: {note}.\n\n" for note in judged.notes(names, counts, run["class_counts"]))
+    return (
+        f"{_tested_on(run)}\n\n{table(['accuracy', *columns], rows)}\n\n{few}{_head_and_tail(run)} This folder holds "
+        f"the model of round {run['round']}; the mean is over the models of several rounds."
+    )
+
+
+def _tested_on(run: Mapping[str, Any]) -> str:
+    if run["class_counts"] is not None:
+        return "Accuracy on the test set, of which no client held any example."
+    if run["evaluated"] == "server":
+        return "Accuracy on a test set of the server's own."
+    floor = run["evaluated_from"]
+    least = f" Each site judged only classes of which it had at least {floor} training examples." if floor > 1 else ""
+    return f"Accuracy on test sets of the sites, with which they did not train.{least}"
+
+
+def _head_and_tail(run: Mapping[str, Any]) -> str:
+    if run["class_counts"] is not None:
+        return "Head and tail are the classes with the most and the fewest training examples."
+    if run["groups"]["tail"]:
+        return "The tail are the classes that were named so when the deployment was made, and the head all others."
+    return "There are no head and tail: which classes are rare, only the sites know."
+
+
+def _classes(card: Mapping[str, Any]) -> str:
+    run = card["run"]
+    group = {c: name for name, classes in run["groups"].items() for c in classes}
+    last = (run["last"] or {}).get("per_class")
+    mean = run["per_class_mean_of_last"]
+    rows = [
+        [
+            plain(name),
+            group.get(c, "–"),
+            str(run["class_counts"][c]) if run["class_counts"] else "–",
+            str(run["test_counts"][c]) if run["test_counts"] else "–",
+            percent(last[c] if last else None),
+            percent(mean[c] if mean else None),
+        ]
+        for c, name in enumerate(card["class_names"])
+    ]
+    accuracy = [f"accuracy in round {run['round']}", "mean of the last"]
+    return table(["class", "group", "training examples", "test examples", *accuracy], rows)
+
+
+def _data(run: Mapping[str, Any]) -> str:
+    data, counts = run["experiment"]["data"], run["class_counts"]
+    if counts is None:
+        return bullets(
+            [
+                f"source: the {run['clients']} sites of a deployment, where the examples have stayed",
+                "training examples of each class: known to the sites alone",
+            ]
+        )
+    largest, smallest = max(counts), min(counts)
+    ratio = f"{largest / smallest:.1f}" if smallest else "without bound, since a class has no example"
+    asked = f", made with an imbalance ratio of {data['ir']:g}" if data["imbalance"] != "natural" else ""
+    alpha = f" with alpha {data['alpha']:g}" if data["partition"] not in ("iid", "natural") else ""
+    return bullets(
+        [
+            f"source: {plain(data['source'])}",
+            f"imbalance: {plain(data['imbalance'])}{asked}; the largest class over the smallest is {ratio}",
+            f"training examples: {sum(counts)}, from {largest} in the largest class to {smallest} in the smallest",
+            f"clients: {run['clients']}, by the partition {plain(data['partition'])}{alpha}",
+            f"fingerprint of the split (SHA-256): {run['split']}",
+        ]
+    )
+
+
+def _training(card: Mapping[str, Any]) -> str:
+    run, experiment = card["run"], card["run"]["experiment"]
+    method = experiment["method"]
+    sampled = experiment.get("clients_per_round", "all")
+    hyper = [[plain(name), plain(value)] for name, value in method.items() if name not in ("name", "preset")]
+    start = experiment["net"].get("weights")
+    facts = [
+        f"method: {plain(method['name'])}, preset {plain(method['preset'])}",
+        f"net: {plain(card['net'])}, {plain(card['dtype'])}" + (f", from {plain(start)}" if start else ""),
+        f"rounds: {run['round']}; clients in each: {sampled}; seed: {experiment['seed']}",
+        f"versions: {', '.join(f'{name} {plain(version)}' for name, version in run['versions'].items())}",
+    ]
+    return f"{bullets(facts)}\n\n{table(['hyper-parameter', 'value'], hyper)}"
+
+
+def _limits(card: Mapping[str, Any]) -> str:
+    counts, names = card["run"]["class_counts"], card["class_names"]
+    rarest = min(range(len(counts)), key=counts.__getitem__) if counts else None
+    example = "" if rarest is None else f" ({plain(names[rarest])} from {counts[rarest]})"
+    return bullets(
+        [
+            f"It answers with one of its {len(names)} classes, whatever it is shown; for anything else the answer "
+            f"means nothing.",
+            f"Rare classes were learned from few examples{example}; look at their own accuracy above, not at the "
+            "overall one.",
+            "The figures hold for test data from the same source. On other data, or other shares of the classes, "
+            "measure again (`redgrape.exported.inference.evaluate_model`).",
+            "Its probabilities have not been calibrated.",
+            "It is a result of research. Do not let it decide on people's health, safety, rights or money.",
+        ]
+    )
+
+
+def _privacy(told: str, *, summed: bool) -> str:
+    general = (
+        "In federated learning the examples stay with the clients, but what a client sends is computed from them "
+        "and can reveal something of them, and so can the weights in this folder."
+    )
+    sums = (
+        "This model was trained with secure aggregation: what a client sent reached the server masked, so that it "
+        "could read the sum over a round's clients and no client's own part of it."
+    )
+    return "\n\n".join(words for words in (general, told, sums if summed else "") if words)
+
+
+def _numbers(values: Sequence[float]) -> str:
+    return ", ".join(f"{value:g}" for value in values)

@@ -1,0 +1,183 @@
+"""From a run folder to a model folder, which can be given away:
+
+    model.safetensors   or model.onnx: encoder P and classifier W, and nothing else of the run
+    model.json          how to rebuild the net and treat its inputs, the checksum, and the facts of the card
+    README.md           the model's card, for people
+    SHA256SUMS          their checksums
+
+No path of the machine gets into any of them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import json
+import logging
+import math
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from redgrape import nets, tree
+from redgrape.errors import ConfigError, StorageError, unknown
+from redgrape.exported.card import write_card
+from redgrape.exported.model import FORMAT, WEIGHTS, Description, Format, forward_of, pixels_of
+from redgrape.nets.net import Net
+from redgrape.privacy.disclosure import told_in
+from redgrape.reading import judged
+from redgrape.reading.run_tables import RunView
+from redgrape.runs import checksums, durable
+from redgrape.runs.folder import RunFolder
+from redgrape.runs.run import check_model, digest_of_state
+from redgrape.training import RunState
+from redgrape.tree import Tensors
+
+
+def export(run: Path, out: Path, format: Format = "safetensors") -> Path:
+    """Write the model of the run's newest checkpoint into the folder `out`, which appears whole or not at all."""
+    if format not in WEIGHTS:
+        raise unknown("format", format, WEIGHTS)
+    with durable.storage_errors("read", out):
+        if out.exists() and (not out.is_dir() or any(out.iterdir())):
+            raise ConfigError(f"'{out}' exists already and is not an empty folder; name another")
+    folder = RunFolder.open(run)
+    view = RunView.read(run)
+    state = newest_state(folder, view)
+    environment = view.environment or {}
+    try:
+        name = view.experiment["net"]["name"]
+        shape, classes = tuple(environment["input"]["shape"]), len(environment["class_names"])
+        with torch.device("meta"):
+            expected = nets.build(name, shape, classes, seed=0).state_dict()
+    except (KeyError, TypeError, RuntimeError) as error:
+        raise StorageError(f"'{run / 'environment.json'}' is damaged: it tells no input and classes") from error
+    check_model(state, expected, folder)
+    model: Tensors = state.server["model"]
+    card: dict[str, Any] = {
+        "format": FORMAT,
+        "weights": {"format": format, "sha256": ""},
+        "net": name,
+        "dtype": str(model["classifier.weight"].dtype).removeprefix("torch."),
+        "input": environment["input"],
+        "class_names": environment["class_names"],
+        "run": _facts(view, state, environment),
+    }
+    weights = tree.to_bytes(model) if format == "safetensors" else _onnx(model, Description.model_validate(card))
+    card["weights"]["sha256"] = hashlib.sha256(weights).hexdigest()
+    files = {
+        WEIGHTS[format]: weights,
+        "model.json": json.dumps(card, indent=2, allow_nan=False).encode() + b"\n",
+        "README.md": write_card(card, told_in(view)["beyond_averaging"]).encode(),
+    }
+    durable.create_folder(out.resolve(), {**files, checksums.NAME: checksums.of(files)})
+    return out
+
+
+def newest_state(folder: RunFolder, view: RunView) -> RunState:
+    """The state of the newest checkpoint that is whole; of a finished run its last round's, and no other."""
+    state, wrong = folder.latest()
+    last = view.experiment["rounds"]
+    if view.rounds_done == last and (state is None or state.round < last):
+        reason = "; ".join(wrong) or f"it has no checkpoint of round {last}"
+        raise StorageError(
+            f"'{folder.path}' is finished, and its model is lost: {reason}; `redgrape resume` makes it anew"
+        )
+    if state is None:
+        raise StorageError(f"'{folder.path}' has no checkpoint yet; let it finish a round first")
+    if view.summary is not None and view.summary["state"] != digest_of_state(state):
+        raise StorageError(f"the checkpoint of round {last} in '{folder.path}' is not that of summary.json")
+    return state
+
+
+def _facts(view: RunView, state: RunState, environment: Mapping[str, Any]) -> dict[str, Any]:
+    evaluated = {record["round"]: record["test"] for record in view.metrics if "test" in record}
+    summary = view.summary or {}
+    return {
+        "round": state.round,
+        "experiment": _without_paths(view.experiment),
+        "last": evaluated.get(state.round),
+        "mean_of_last": summary.get("mean_of_last"),
+        "per_class_mean_of_last": summary.get("per_class"),
+        "averaged_rounds": summary.get("averaged_rounds"),
+        "split": environment["split"],
+        "class_counts": environment["class_counts"],
+        "test_counts": judged.counts_of(environment, summary),
+        "clients": len(environment["client_counts"] or environment.get("sites", [])),
+        "groups": environment["groups"],
+        "secure_aggregation": bool(environment.get("secure_aggregation")),
+        "evaluated": environment.get("evaluated", "server"),
+        "evaluated_from": 1 if environment.get("secure_aggregation") else environment.get("min_count", 1),
+        "versions": {name: environment[name] for name in ("redgrape", "python", "torch", "numpy")},
+    }
+
+
+def _without_paths(value: Any) -> Any:
+    """Of every path its last part; and infinity, which JSON lacks, as a word."""
+    if isinstance(value, Mapping):
+        return {name: _without_paths(inner) for name, inner in value.items()}
+    if isinstance(value, list):
+        return [_without_paths(inner) for inner in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, str):
+        return value.replace("\\", "/").rstrip("/").rpartition("/")[2]
+    return value
+
+
+class _FromRawInputs(nn.Module):
+    """The net with the treatment of its inputs before it."""
+
+    def __init__(self, net: Net, description: Description) -> None:
+        super().__init__()
+        self.net = net
+        self.from_raw = forward_of(net, pixels_of(description))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.from_raw(x)
+
+
+def _onnx(model: Tensors, description: Description) -> bytes:
+    """The graph from raw inputs (`pixels` or `x`, any number of rows) to `logits`."""
+    for name in ("onnx", "onnxscript"):
+        try:
+            importlib.import_module(name)
+        except ImportError as error:
+            raise ConfigError(f"the format onnx needs the package {name}; run `pip install redgrape[onnx]`") from error
+    shape, is_pixels = description.input.shape, description.input.dtype == "uint8"
+    dtype: torch.dtype = getattr(torch, description.dtype)
+    net = nets.build(description.net, shape, len(description.class_names), seed=0).to(dtype)
+    net.load_state_dict(model)
+    rows = torch.zeros((2, *shape), dtype=torch.uint8 if is_pixels else dtype)
+    log = logging.getLogger("torch.onnx")
+    level = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            program = torch.onnx.export(
+                _FromRawInputs(net.eval(), description).eval(),
+                (rows,),
+                input_names=["pixels" if is_pixels else "x"],
+                output_names=["logits"],
+                dynamic_shapes=({0: torch.export.Dim("batch")},),
+                dynamo=True,
+                verbose=False,
+            )
+    finally:
+        log.setLevel(level)
+    assert program is not None  # it is None where a file is written
+    return _bare(program.model_proto)
+
+
+def _bare(proto: Any) -> bytes:
+    """Without the exporter's notes, which hold stack traces and so the paths of this machine's files."""
+    graph = proto.graph
+    for part in (proto, graph, *graph.node, *graph.input, *graph.output, *graph.value_info, *graph.initializer):
+        part.ClearField("metadata_props")
+        part.ClearField("doc_string")
+    return bytes(proto.SerializeToString(deterministic=True))

@@ -1,0 +1,194 @@
+"""A model on new data: read files, predict their classes, and measure how well it does where labels are known."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from redgrape.data import user_data
+from redgrape.data.examples import Examples
+from redgrape.errors import DataError
+from redgrape.exported.model import Model
+from redgrape.learning.evaluation import BATCH
+from redgrape.runs import durable
+
+CALIBRATION_BINS = 15
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The class taken for the example of this name, and the one that came second."""
+
+    name: str
+    label: str
+    probability: float
+    runner_up: str
+    runner_up_probability: float
+
+
+def predict_file(path: Path, model: Model) -> list[Prediction]:
+    """A prediction for an image, for each image of a folder, or for each row of an .npz file's `x`."""
+    inputs, names = read_inputs(path, model)
+    z = model.logits(inputs)
+    p = z.softmax(dim=1)
+    order = z.argsort(dim=1, descending=True, stable=True)
+    return [
+        Prediction(name, model.class_names[a], float(p[row, a]), model.class_names[b], float(p[row, b]))
+        for row, (name, (a, b)) in enumerate(zip(names, order[:, :2].tolist(), strict=True))
+    ]
+
+
+def read_inputs(path: Path, model: Model) -> tuple[Any, list[str]]:
+    """Inputs without labels, and a name for each: an image, a folder of images with or without sub-folders, or the `x`
+    of an .npz file. Images get the model's size and colours."""
+    if path.is_dir():
+        with durable.storage_errors("read", path):
+            files = sorted(file for file in path.rglob("*") if _is_image(file.relative_to(path)) and file.is_file())
+        if not files:
+            raise DataError(f"'{path}' holds no images ({' '.join(sorted(user_data.IMAGE_SUFFIXES))})")
+        return _decoded(files, model), [file.relative_to(path).as_posix() for file in files]
+    if not path.exists():
+        raise DataError(f"nothing is at '{path}'; pass an image, a folder of images or an .npz file with `x`")
+    if path.suffix == ".npz":
+        x = user_data.as_inputs(user_data.Arrays(path)["x"], f"{path}: x")
+        return x, [str(row) for row in range(len(x))]
+    return _decoded([path], model), [path.name]
+
+
+def read_labelled(path: Path, model: Model) -> Examples:
+    """Labelled examples: a folder of images with a sub-folder for each class, or an .npz file with `x` and `y`. Where
+    the data names its test set, as for training (`test/`, `x_test`, the rows marked `test`), only that is taken."""
+    return _labelled_folder(path, model) if path.is_dir() else _labelled_npz(path, model)
+
+
+def names_test_set(path: Path) -> bool:
+    """Whether the data says which of it is for the test; else all of it is used, also what a model was trained on."""
+    if path.is_dir():
+        return (path / "test").is_dir()
+    arrays = user_data.Arrays(path)
+    return "x_test" in arrays or "test" in arrays
+
+
+def _labelled_folder(path: Path, model: Model) -> Examples:
+    with durable.storage_errors("read", path):
+        folders = user_data.visible_folders(path)
+        if {folder.name for folder in folders} == {"train", "test"} and "test" not in model.class_names:
+            folders = user_data.visible_folders(path / "test")
+        files, labels = [], []
+        for folder, label in zip(folders, _class_numbers([f.name for f in folders], model, path), strict=True):
+            found = user_data.images_of_class(folder, path)
+            files += found
+            labels += [label] * len(found)
+    if not files:
+        raise DataError(f"'{path}' has no sub-folders; labelled images lie in a sub-folder for each class")
+    return Examples(_decoded(files, model), torch.tensor(labels))
+
+
+def _labelled_npz(path: Path, model: Model) -> Examples:
+    arrays = user_data.Arrays(path)
+    suffix = "_test" if "x_test" in arrays else ""
+    x = user_data.as_inputs(arrays[f"x{suffix}"], f"{path}: x{suffix}")
+    y = user_data.as_labels(arrays[f"y{suffix}"], f"{path}: y{suffix}")
+    if "class_names" in arrays:  # the file may number its classes in another order
+        names = user_data.names_of_classes(arrays, user_data.highest_label(y), len(y))
+        y = np.array(_class_numbers(names, model, path), np.int64)[y]
+    examples = model.arranged(Examples(x, y))
+    return examples.take(user_data.rows_for_test(arrays, len(y))) if "test" in arrays else examples
+
+
+def _class_numbers(names: Sequence[str], model: Model, path: Path) -> list[int]:
+    for name in names:
+        if name not in model.class_names:
+            known = ", ".join(model.class_names[:10]) + (", ..." if len(model.class_names) > 10 else "")
+            raise DataError(f"'{path}' has a class '{name}' that the model does not know; it knows {known}")
+    return [model.class_names.index(name) for name in names]
+
+
+def _is_image(path: Path) -> bool:
+    return path.suffix.lower() in user_data.IMAGE_SUFFIXES and not any(part.startswith(".") for part in path.parts)
+
+
+def _decoded(files: Sequence[Path], model: Model) -> Any:
+    """The images as [n, channels, height, width], resized as training data is where their size is another."""
+    if not model.takes_pixels or len(model.shape) != 3 or model.shape[0] not in (1, 3):
+        raise DataError(f"'{files[0]}': the model takes {model.takes}, not images; pass an .npz file with `x`")
+    c, h, w = model.shape
+
+    def pixels(image: Any) -> Any:
+        from PIL import Image
+
+        if image.mode[0] in "IF":
+            raise ValueError(f"its pixels have more than 8 bits (mode {image.mode})")
+        image = image.convert("L" if c == 1 else "RGB")
+        if image.size != (w, h):
+            image = image.resize((w, h), Image.Resampling.BILINEAR)
+        return np.asarray(image).reshape(h, w, c).transpose(2, 0, 1)
+
+    return np.stack([user_data.open_image(file, pixels) for file in files])
+
+
+def evaluate_model(model: Model, examples: Examples) -> dict[str, Any]:
+    """How well the model does on examples whose labels number its classes. With p the probabilities of an example, y
+    its label, and means over all examples:
+
+        nll    mean of -log p_y
+        brier  mean of sum_c (p_c - [c = y])²
+        ece    sum over 15 bins of max p, ((b-1)/15, b/15], of the share of examples in it * |accuracy - mean max p|
+
+    precision, recall and f1 = 2 TP / (2 TP + FP + FN) are None for a class without examples, and precision also for a
+    class that is never predicted. `balanced` and `macro_f1` are means over the classes that have examples.
+    """
+    if len(examples) == 0:
+        raise DataError("there are no examples to evaluate the model on")
+    n, C = len(examples), len(model.class_names)
+    examples = model.arranged(examples)
+    examples.check(C, "evaluation data")
+    edges = torch.linspace(0, 1, CALIBRATION_BINS + 1, dtype=torch.float64)[1:-1]
+    surplus = torch.zeros(CALIBRATION_BINS, dtype=torch.float64)  # in each bin, the sum of [right] - max p
+    confusion = torch.zeros(C * C, dtype=torch.int64)
+    nll = brier = 0.0
+    for start in range(0, n, BATCH):
+        z = model.batch_logits(examples, start).double()
+        y = examples.labels[start : start + BATCH]
+        p, predicted = z.softmax(dim=1), z.argmax(dim=1)
+        highest = p.amax(dim=1)
+        surplus.index_add_(0, torch.bucketize(highest, edges), (predicted == y).double() - highest)
+        confusion += torch.bincount(y * C + predicted, minlength=C * C)
+        nll += float(F.cross_entropy(z, y, reduction="sum"))
+        brier += float((p - F.one_hot(y, C)).square().sum())
+    per_class = _per_class(confusion.reshape(C, C), model.class_names)
+    known = [row for row in per_class if row["support"]]
+    return {
+        "examples": n,
+        "accuracy": int(confusion.reshape(C, C).trace()) / n,
+        "balanced": sum(row["recall"] for row in known) / len(known),
+        "macro_f1": sum(row["f1"] for row in known) / len(known),
+        "nll": nll / n,
+        "brier": brier / n,
+        "ece": float(surplus.abs().sum()) / n,
+        "per_class": per_class,
+        "confusion": confusion.reshape(C, C).tolist(),
+    }
+
+
+def _per_class(confusion: Tensor, class_names: Sequence[str]) -> list[dict[str, Any]]:
+    rows = []
+    for c, name in enumerate(class_names):
+        right, support, taken = int(confusion[c, c]), int(confusion[c].sum()), int(confusion[:, c].sum())
+        rows.append(
+            {
+                "class": name,
+                "support": support,
+                "precision": right / taken if support and taken else None,
+                "recall": right / support if support else None,
+                "f1": 2 * right / (support + taken) if support else None,
+            }
+        )
+    return rows

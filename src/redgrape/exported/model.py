@@ -1,0 +1,224 @@
+"""An exported model: loaded in one call, it predicts from raw inputs and needs nothing of the run that it came from."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeAlias
+
+import numpy as np
+import safetensors
+import torch
+from pydantic import BaseModel, Field, ValidationError
+from torch import Tensor
+
+from redgrape import nets, tree
+from redgrape.data.examples import Examples, Pixels
+from redgrape.determinism import same_bits_everywhere
+from redgrape.errors import ConfigError, DataError
+from redgrape.learning.evaluation import BATCH
+from redgrape.nets.net import Net
+from redgrape.runs import checksums, durable
+from redgrape.validation import one_line
+
+Format: TypeAlias = Literal["safetensors", "onnx"]
+Forward: TypeAlias = Callable[[Tensor], Tensor]  # raw inputs of one batch -> logits
+
+FORMAT = 1
+WEIGHTS: dict[str, str] = {"safetensors": "model.safetensors", "onnx": "model.onnx"}
+
+
+class _Weights(BaseModel):
+    format: Format
+    sha256: str
+
+
+class _Normalisation(BaseModel):
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+
+class _Input(BaseModel):
+    shape: tuple[Annotated[int, Field(gt=0)], ...]
+    dtype: Literal["uint8", "float"]
+    pixels: _Normalisation | None
+
+
+class Description(BaseModel):
+    """What model.json must say for the net to be built again."""
+
+    format: int
+    weights: _Weights
+    net: str
+    dtype: Literal["float16", "bfloat16", "float32", "float64"]
+    input: _Input
+    class_names: list[str] = Field(min_length=2)
+
+
+class Model:
+    """The inference model, encoder P and classifier W, with what has to be done to its inputs before.
+
+    model = load_model("my_model")
+    model.predict(x)      # class names
+    model(x)              # probabilities, a row an example
+
+    `card` is what model.json says: how the model was made, on what data, and how well it does.
+    """
+
+    def __init__(self, card: Mapping[str, Any], forward: Forward) -> None:
+        self.card = dict(card)
+        self.class_names: list[str] = list(card["class_names"])
+        self.shape: tuple[int, ...] = tuple(card["input"]["shape"])
+        self.takes_pixels: bool = card["input"]["dtype"] == "uint8"
+        self._forward = forward
+
+    @property
+    def takes(self) -> str:
+        """The inputs that it takes, in words."""
+        shapes = [self.shape]
+        if self.takes_pixels and len(self.shape) == 3:
+            c, h, w = self.shape
+            shapes += [(h, w), (h, w, c)] if c == 1 else [(h, w, c)]
+        kind = "uint8 pixels" if self.takes_pixels else "floats"
+        return f"{kind} of shape " + " or ".join(f"[{', '.join(['n', *map(str, shape)])}]" for shape in shapes)
+
+    def __call__(self, x: np.ndarray[Any, Any] | Tensor, batch: int = BATCH) -> Tensor:
+        """Probabilities [n, C] of inputs as the data source holds them."""
+        return self.logits(x, batch).softmax(dim=1)
+
+    def predict(self, x: np.ndarray[Any, Any] | Tensor, batch: int = BATCH) -> list[str]:
+        return [self.class_names[c] for c in self.logits(x, batch).argmax(dim=1).tolist()]
+
+    def logits(self, x: np.ndarray[Any, Any] | Tensor, batch: int = BATCH) -> Tensor:
+        """In batches of 256 the run's own evaluation, bit for bit."""
+        if batch < 1:
+            raise ConfigError(f"batch is {batch}; it must be at least 1")
+        if np.ndim(x) == 0:
+            raise DataError(f"the input is a single number; the model takes {self.takes}")
+        unlabelled = torch.zeros(len(x), dtype=torch.int64)
+        examples = self.arranged(Examples(x, unlabelled))  # type: ignore[arg-type]  # takes NumPy arrays too
+        examples.check(len(self.class_names), "inputs")
+        parts = [self.batch_logits(examples, start, batch) for start in range(0, len(examples), batch)]
+        return torch.cat(parts) if parts else torch.zeros(0, len(self.class_names))
+
+    @torch.inference_mode()
+    def batch_logits(self, examples: Examples, start: int, batch: int = BATCH) -> Tensor:
+        """Of the batch that begins at row `start` of examples that are `arranged`."""
+        rows = torch.arange(start, min(start + batch, len(examples)))
+        x = examples.x[rows if examples.rows is None else examples.rows[rows]]
+        with same_bits_everywhere():
+            return self._forward(x.clone(memory_format=torch.contiguous_format))
+
+    def arranged(self, examples: Examples) -> Examples:
+        """The examples with their channels first, or DataError where the model does not take them."""
+        x = examples.x
+        given = tuple(x.shape[1:])
+        if (x.dtype == torch.uint8) == self.takes_pixels:
+            if given == self.shape:
+                return examples
+            if self.takes_pixels and len(self.shape) == 3:
+                c, h, w = self.shape
+                if c == 1 and given == (h, w):
+                    return replace(examples, x=x[:, None])
+                if given == (h, w, c):
+                    return replace(examples, x=x.movedim(3, 1))
+        kind = str(x.dtype).removeprefix("torch.")
+        raise DataError(f"inputs are {kind} of shape {list(x.shape)}; the model takes {self.takes}")
+
+
+def load_model(folder: Path | str) -> Model:
+    """The model that `redgrape export` wrote into this folder, checked against its checksum."""
+    folder = Path(folder)
+    card, description = _read_card(folder)
+    path = folder / WEIGHTS[description.weights.format]
+    with durable.storage_errors("read", path):
+        data = durable.ordinary(path).read_bytes()
+    if hashlib.sha256(data).hexdigest() != description.weights.sha256:
+        raise DataError(f"'{path}' is damaged: its SHA-256 is not that of model.json; export the model again")
+    load = _onnx_forward if description.weights.format == "onnx" else _torch_forward
+    return Model(card, load(data, description, path))
+
+
+def _read_card(folder: Path) -> tuple[dict[str, Any], Description]:
+    path = folder / "model.json"
+    if not path.is_file():
+        raise DataError(f"'{folder}' is not a model folder: it has no model.json; `redgrape export` makes one")
+    with durable.storage_errors("read", path):
+        data = path.read_bytes()
+    if not checksums.fits(folder, path.name, data):
+        raise DataError(f"'{path}' is damaged: its SHA-256 is not that in {checksums.NAME}; export the model again")
+    try:
+        card = json.loads(data)
+        description = Description.model_validate_json(data, strict=True)
+    except ValidationError as error:
+        raise DataError(f"'{path}' is damaged: {one_line(error, Description)}") from error
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"'{path}' is damaged: {error}") from error
+    if description.format > FORMAT:
+        raise DataError(f"'{path}' has format {description.format}, newer than this redgrape reads ({FORMAT})")
+    return card, description
+
+
+def _torch_forward(data: bytes, description: Description, path: Path) -> Forward:
+    dtype: torch.dtype = getattr(torch, description.dtype)
+    try:
+        tensors = tree.from_bytes(data)
+        _check_size(description, data)
+        net = nets.build(description.net, description.input.shape, len(description.class_names), seed=0).to(dtype)
+        net.load_state_dict(tensors)
+    except (RuntimeError, ValueError, TypeError, safetensors.SafetensorError) as error:
+        raise DataError(f"'{path}' does not hold the weights of the net that model.json describes") from error
+    net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # missing in torch's stubs
+    return forward_of(net.eval(), pixels_of(description))
+
+
+def _check_size(description: Description, data: bytes) -> None:
+    """Raise ValueError where the net has more weights than the file, before memory is taken for them."""
+    with torch.device("meta"):
+        net = nets.build(description.net, description.input.shape, len(description.class_names), seed=0)
+    if sum(t.numel() for t in net.state_dict().values()) > len(data):
+        raise ValueError("the net is larger than its weights")
+
+
+def pixels_of(description: Description) -> Pixels:
+    normalisation = description.input.pixels
+    return Pixels() if normalisation is None else Pixels(normalisation.mean, normalisation.std)
+
+
+def forward_of(net: Net, pixels: Pixels) -> Forward:
+    """From raw inputs to logits as `evaluate.logits` goes."""
+    dtype = net.classifier.weight.dtype
+
+    def forward(x: Tensor) -> Tensor:
+        x = pixels(x, dtype) if x.dtype == torch.uint8 else x.to(dtype)
+        if x.dim() == 4:
+            x = x.contiguous(memory_format=torch.channels_last)
+        z: Tensor = net(x)
+        return z
+
+    return forward
+
+
+def _onnx_forward(data: bytes, description: Description, path: Path) -> Forward:
+    try:
+        import onnxruntime
+    except ImportError as error:
+        raise ConfigError("running an ONNX model needs onnxruntime; run `pip install redgrape[onnx]`") from error
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = 1
+    options.log_severity_level = 3
+    try:
+        session = onnxruntime.InferenceSession(data, options, providers=["CPUExecutionProvider"])
+    except Exception as error:  # its own kinds, one for each way to fail
+        raise DataError(f"'{path}' cannot be read as an ONNX model: {str(error).splitlines()[0]}") from error
+    name = session.get_inputs()[0].name
+    dtype = getattr(torch, description.dtype)
+
+    def forward(x: Tensor) -> Tensor:
+        raw = x if x.dtype == torch.uint8 else x.to(dtype)
+        return torch.from_numpy(session.run(["logits"], {name: raw.numpy()})[0])
+
+    return forward

@@ -1,0 +1,139 @@
+"""Gradients of the cross-entropy with respect to a linear classifier, in closed form.
+
+For p = softmax(W h + b) the loss of an example (h, y) has the gradient (p - e_y) h^T for W and p - e_y for b. So one
+forward pass gives the gradients of any grouping of examples, without a graph.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import Tensor, nn
+
+from redgrape.exchange.parts import ClassRows
+from redgrape.exchange.tables import blocks
+from redgrape.learning.features import features, never_negative
+from redgrape.nets.net import Net
+from redgrape.tree import Tensors
+
+if TYPE_CHECKING:
+    from redgrape.method import ClientSite, Site
+
+_BATCH = 256
+_BLOCK = 1 << 22  # numbers of the outer products that are held at once
+_ROWS = 64  # sums over classes are cut at multiples of it, which leaves their bits as those of the uncut sum
+
+
+@torch.no_grad()
+def residual(classifier: nn.Linear, h: Tensor, y: Tensor) -> Tensor:
+    """p - e_y for each example: [n, C]."""
+    r = torch.softmax(classifier(h), dim=1)
+    r[torch.arange(len(y), device=y.device), y] -= 1
+    return r
+
+
+@torch.no_grad()
+def summed_gradient(classifier: nn.Linear, h: Tensor, y: Tensor) -> Tensors:
+    """sum_i (p_i - e_{y_i}) h_i^T and sum_i (p_i - e_{y_i}), by the names of the classifier's parameters."""
+    r = residual(classifier, h, y)
+    gradient = {"weight": r.T @ h}
+    if classifier.bias is not None:
+        gradient["bias"] = r.sum(dim=0)
+    return gradient
+
+
+@torch.no_grad()
+def class_mean_gradients(classifier: nn.Linear, batches: Iterable[tuple[Tensor, Tensor]], classes: Tensor) -> Tensors:
+    """The mean gradient of each class on its own examples: weight [m, C, d] and bias [m, C] for the m `classes`.
+
+    `batches` yields features and labels; every label must be one of `classes`.
+    """
+    weight, device = classifier.weight, classifier.weight.device
+    C, d = weight.shape
+    slot = torch.full((C,), -1, dtype=torch.int64, device=device)
+    slot[classes] = torch.arange(len(classes), device=device)
+    count = torch.zeros(len(classes), dtype=weight.dtype, device=device)
+    weights = torch.zeros(len(classes), C, d, dtype=weight.dtype, device=device)
+    biases = torch.zeros(len(classes), C, dtype=weight.dtype, device=device)
+    block = max(1, _BLOCK // (C * d))
+    for h, y in batches:
+        r, s = residual(classifier, h, y), slot[y]
+        biases.index_add_(0, s, r)
+        count.index_add_(0, s, torch.ones_like(s, dtype=weight.dtype))
+        for start in range(0, len(y), block):
+            rows = slice(start, start + block)
+            weights.index_add_(0, s[rows], r[rows, :, None] * h[rows, None, :])
+    gradients = {"weight": weights.div_(count[:, None, None])}
+    if classifier.bias is not None:
+        gradients["bias"] = biases.div_(count[:, None])
+    return gradients
+
+
+@torch.no_grad()
+def local_class_gradients(net: Net, site: ClientSite, view: torch.Generator | None = None) -> Tensors:
+    """The mean gradient of each class that the client reports, at this net's classifier: `classes` [m], and for each of
+    the classifier's tensors the m gradients. Evaluation mode, one forward pass; augmented if a generator is given."""
+    classes = site.reported.nonzero().flatten()
+    rows = site.reported[site.data.labels].nonzero().flatten()
+    gradients = class_mean_gradients(net.classifier, encoded(net, site, rows, view), classes.to(site.device))
+    return {"classes": classes, **{name: g.cpu() for name, g in gradients.items()}}
+
+
+def encoded(
+    net: Net, site: ClientSite, rows: Tensor, view: torch.Generator | None = None
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Features, in evaluation mode, and labels of these rows, batch by batch; augmented if a generator is given."""
+    for batch in rows.split(_BATCH):
+        x = site.inputs(batch, net.classifier.weight.dtype, view)
+        yield features(net.encoder, x, "running"), site.data.labels[batch].to(site.device)
+
+
+def gradient_rows(model: Tensors, site: Site, weights: Literal["uniform", "count"] = "uniform") -> ClassRows:
+    """The part of an update that has class gradients of the classifier."""
+    signed = never_negative(site.load(model).encoder)
+    return ClassRows(classifier_of(model), weights, gradient=True, signed=signed)
+
+
+def classifier_of(model: Tensors) -> Tensors:
+    """W among the model's named tensors, by the names `weight` and `bias`."""
+    return {name.removeprefix("classifier."): t for name, t in model.items() if name.startswith("classifier.")}
+
+
+def fresh_classifier(like: Tensors, random: torch.Generator) -> Tensors:
+    """A linear classifier as nn.Linear starts one: uniform within 1 / sqrt(d), weight and bias alike."""
+    bound = 1 / math.sqrt(like["weight"].shape[1])
+    drawn = (name for name in ("weight", "bias") if name in like)  # in this order, whatever that of the names
+    return {name: torch.empty_like(like[name]).uniform_(-bound, bound, generator=random) for name in drawn}
+
+
+def linear_like(classifier: nn.Linear, values: Tensors | None) -> nn.Linear:
+    """A second classifier of the same shape with these values; one that is not trained if there are none."""
+    twin: nn.Linear = nn.utils.skip_init(
+        nn.Linear,
+        classifier.in_features,
+        classifier.out_features,
+        bias=classifier.bias is not None,
+        device=classifier.weight.device,
+        dtype=classifier.weight.dtype,
+    )
+    if values is None:
+        return twin.requires_grad_(False)
+    twin.load_state_dict(values)
+    return twin
+
+
+def table_sum(table: Tensors, classes: Tensor, dtype: torch.dtype) -> Tensors:
+    """The sum of a table over the classes of this mask: weight [C, d] and bias [C]. By blocks of the second axis,
+    so that the chosen classes are never copied all at once."""
+    sums: Tensors = {}
+    for name, t in table.items():
+        total = torch.zeros(t.shape[1:], dtype=dtype)
+        groups = max(1, t.shape[1] // _ROWS)  # the last one also has what is left over
+        for block in blocks(groups, _ROWS * len(t) * t.shape[2:].numel()):
+            rows = slice(block.start * _ROWS, None if block.stop == groups else block.stop * _ROWS)
+            total[rows] = t[:, rows][classes].to(dtype).sum(dim=0)
+        sums[name] = total
+    return sums

@@ -1,0 +1,205 @@
+"""Local training, as far as all methods share it: its options, the optimizer, the order of the batches, its update."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, TypeVar
+
+import torch
+from pydantic import AfterValidator, BaseModel, Field
+from torch import Tensor
+
+from redgrape.data.augment import NO_AUGMENTATION
+from redgrape.data.examples import place
+from redgrape.exchange.parts import Count, Direction, Parts, Scalar, Statistics, Weights
+from redgrape.learning.features import batchnorms, momenta
+from redgrape.learning.schedule import Schedule, decay
+from redgrape.learning.sgd import Optimizer, Sgd
+from redgrape.nets.net import Net
+from redgrape.tree import Tensors
+from redgrape.validation import LARGEST
+
+if TYPE_CHECKING:
+    from redgrape.method import ClientSite, Site
+
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def _whole(value: float) -> float:
+    if math.isfinite(value) and value != int(value):
+        raise ValueError(f"it is {value}, and counts examples: pass a whole number or inf")
+    return value
+
+
+WholeOrInfinite: TypeAlias = Annotated[float, AfterValidator(_whole)]
+
+
+def stackable(function: F) -> F:
+    """Marks a `client_update` or `criterion` that holds for several clients at once (engines/stacked.py): it treats
+    tensors element by element, or through the net, the loss of a batch and the optimizer."""
+    function.stackable = True  # type: ignore[attr-defined]  # a function takes any attribute
+    return function
+
+
+def holds_for_stacks(method: LocalTraining) -> bool:
+    """Whether all that runs at a client is `stackable`. What overrides one of them must say so again."""
+    run = [getattr(method, name) for name in ("client_update", "criterion") if hasattr(method, name)]
+    return all(getattr(function, "stackable", False) for function in run)
+
+
+class Losses:
+    """The mean training loss of a client's round."""
+
+    def __init__(self, net: Net, examples: int) -> None:
+        weight = net.classifier.weight
+        self._total = torch.zeros((), dtype=weight.dtype, device=weight.device)
+        self._examples = examples
+
+    def add(self, loss: Tensor, y: Tensor) -> None:
+        """The loss of a batch with these labels."""
+        self._total += loss.detach() * len(y)
+
+    def mean(self) -> Tensor:
+        return (self._total / self._examples).cpu()
+
+
+class LocalTraining(BaseModel):
+    """The options of local training that every method has, with the paper's settings for MNIST as defaults."""
+
+    optimizer: Literal["sgd", "adam", "adamw"] = Field("sgd", description="local optimizer, new in every round")
+    lr: float = Field(0.01, gt=0, le=LARGEST, description="local learning rate")
+    lr_schedule: Schedule = Field("constant", description="decay of lr over the rounds")
+    lr_final: float = Field(0.01, ge=0, le=1, description="fraction of lr in the last round, where it decays")
+    momentum: float = Field(0.9, ge=0, lt=1, description="momentum of sgd")
+    weight_decay: float = Field(0.0, ge=0, le=LARGEST, description="weight decay of the local optimizer")
+    batch_size: int = Field(64, ge=1, le=10**9, description="examples a local step")
+    epochs: int = Field(5, ge=1, le=10**9, description="passes over a client's data in a round")
+    clip_norm: float | None = Field(
+        None, gt=0, le=LARGEST, description="clip the gradient of all parameters to this global norm"
+    )
+    server_lr: float = Field(1.0, gt=0, le=LARGEST, description="server learning rate")
+    freeze_encoder: bool = Field(False, description="train the classifier only; the encoder stays as it starts")
+
+    def learning_rate(self, site: Site) -> float:
+        return self.lr * decay(self.lr_schedule, site.round, site.rounds, self.lr_final)
+
+    def trainable(self, model: Tensors, site: Site) -> Net:
+        """A net with these weights, of which the parts that are trained want gradients."""
+        net = site.load(model)
+        if self.freeze_encoder:
+            net.encoder.requires_grad_(False).eval()
+        return net
+
+    def load_for_training(self, model: Tensors, site: ClientSite) -> Net:
+        net = self.trainable(model, site)
+        if len(site.data) == 1:  # BatchNorm has no statistics of a single example
+            for layer in batchnorms(net):
+                layer.eval()
+        return net
+
+    def make_optimizer(self, parameters: Iterable[Tensor], site: Site) -> Optimizer:
+        trained = [p for p in parameters if p.requires_grad]
+        lr = self.learning_rate(site)
+        match self.optimizer:
+            case "sgd":
+                return Sgd(trained, lr, self.momentum, self.weight_decay)
+            case "adam":
+                return torch.optim.Adam(trained, lr=lr, weight_decay=self.weight_decay, fused=True)
+            case "adamw":
+                return torch.optim.AdamW(trained, lr=lr, weight_decay=self.weight_decay, fused=True)
+
+    def batches(self, site: ClientSite, net: Net) -> Iterator[tuple[Tensor, Tensor]]:
+        """Shuffled mini-batches of the client's data, `epochs` times over; of a stack of clients, all their batches
+        one after another."""
+        if site.members:
+            yield from self._batches_of_all(site.members, net)
+            return
+        dtype = net.classifier.weight.dtype
+        data = site.data.converted(dtype)  # once a round instead of in every epoch
+        labels, has_batchnorm = data.labels, bool(batchnorms(net))
+        shuffle = site.generator("batches")
+        augment = site.generator("augment") if data.augment != NO_AUGMENTATION else None
+        for _ in range(self.epochs):
+            order = torch.randperm(len(labels), generator=shuffle)
+            for rows in self._cut(order, has_batchnorm):
+                yield place(data.inputs(rows, dtype, augment), site.device), labels[rows].to(site.device)
+
+    def _batches_of_all(self, members: Sequence[ClientSite], net: Net) -> Iterator[tuple[Tensor, Tensor]]:
+        dtype = net.classifier.weight.dtype
+        data = [member.data.converted(dtype) for member in members]
+        if any(d.augment != NO_AUGMENTATION or d.rows is not None or d.x.dtype != dtype for d in data):
+            for batches in zip(*(self.batches(member, net) for member in members), strict=True):
+                x, y = zip(*batches, strict=True)
+                yield torch.cat(x), torch.cat(y)
+            return
+        inputs, labels = torch.stack([d.x for d in data]), torch.stack([d.y for d in data])
+        device = members[0].device
+        each = torch.arange(len(members)).unsqueeze(1)
+        shuffles = [member.generator("batches") for member in members]
+        for _ in range(self.epochs):
+            orders = torch.stack([torch.randperm(labels.shape[1], generator=shuffle) for shuffle in shuffles])
+            for rows in orders.split(self.batch_size, dim=1):
+                yield place(inputs[each, rows].flatten(0, 1), device), labels[each, rows].flatten().to(device)
+
+    def losses(self, net: Net, site: ClientSite) -> Losses:
+        return Losses(net, self.epochs * len(site.data))
+
+    def report(self, net: Net, start: Tensors, losses: Losses, site: ClientSite) -> dict[str, Any]:
+        """What a client that trained this net from `start` sends: `training_parts`."""
+        delta = {name: p.detach().cpu() - start[name] for name, p in net.named_parameters() if p.requires_grad}
+        count = torch.tensor(len(site.data))
+        return {"delta": delta, "buffers": _statistics(net), "count": count, "loss": losses.mean()}
+
+    def training_parts(self, model: Tensors, site: Site, weights: Weights = "examples") -> Parts:
+        """delta = new - old of the trained parameters, and what it was trained with. `weights`: how clients count."""
+        net = self.trainable(model, site)
+        trained = {name: model[name] for name, p in net.named_parameters() if p.requires_grad}
+        loss = torch.zeros((), dtype=net.classifier.weight.dtype)
+        parts: Parts = {"delta": Direction(trained, weights), "count": Count(), "loss": Scalar(loss)}
+        if statistics := _statistics(net):
+            parts["buffers"] = Statistics({name: model[name] for name in statistics}, momenta(net))
+        return parts
+
+    def steps(self, examples: int) -> int:
+        """Local steps of a round on so many examples."""
+        return self.epochs * -(-examples // self.batch_size)
+
+    def effective_steps(self, steps: int) -> float:
+        """How many plain sgd steps of a constant gradient go as far as these with momentum m: the sum over
+        s = 1 .. S of (1 - m^s) / (1 - m)."""
+        m = self.momentum
+        return sum((1 - m**s) / (1 - m) for s in range(1, steps + 1))
+
+    def _cut(self, order: Tensor, has_batchnorm: bool) -> list[Tensor]:
+        batches = list(order.split(self.batch_size))
+        if has_batchnorm and len(batches) > 1 and len(batches[-1]) == 1:
+            # BatchNorm has no statistics of a single example: the last batch of one joins the one before it.
+            batches[-2:] = [torch.cat(batches[-2:])]
+        return batches
+
+    def step(self, optimizer: Optimizer) -> None:
+        """One step on the gradients that stand in .grad, clipped where asked."""
+        if self.clip_norm is not None:
+            parameters = [p for group in optimizer.param_groups for p in group["params"]]
+            torch.nn.utils.clip_grad_norm_(parameters, self.clip_norm)
+        optimizer.step()
+
+
+def _statistics(net: Net) -> Tensors:
+    """Values that are not trained but follow the training, such as running statistics; none of a frozen encoder. Whole
+    numbers, such as BatchNorm's batch counter, say nothing of the data: the server keeps its own."""
+    if not net.encoder.training or next(net.buffers(), None) is None:
+        return {}
+    parameters = {name for name, _ in net.named_parameters()}
+    return {
+        name: t.detach().cpu().clone()
+        for name, t in net.state_dict().items()
+        if name not in parameters and t.is_floating_point()
+    }
+
+
+def zeros_like_parameters(model: Tensors, site: Site) -> Tensors:
+    """A zero for every parameter of the model, and none for its buffers."""
+    return {name: torch.zeros_like(model[name]) for name, _ in site.load(model).named_parameters()}

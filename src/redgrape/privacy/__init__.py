@@ -1,0 +1,1 @@
+"""What a run gives away: noise, its account, the ledger of epsilon, and what each party could learn."""

@@ -1,0 +1,159 @@
+"""Showing a federation: as text, and as a heat map of clients by classes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from redgrape.data.federation import Federation
+from redgrape.errors import ConfigError, StorageError
+from redgrape.reading.terminal import cell, printable
+from redgrape.runs import durable
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+SHOWN = 20  # more clients or classes than this are summarised
+
+
+def describe(federation: Federation) -> RenderableType:
+    """Sizes, classes in head, middle and tail, and who holds how much of what; a few lines however large it is."""
+    from rich.console import Group
+
+    tables = [_overview(federation), _classes(federation)]
+    if federation.num_clients <= SHOWN and federation.num_classes <= SHOWN:
+        tables.append(_clients_by_classes(federation))
+    else:
+        tables.append(_clients_in_brief(federation))
+    return Group(*tables)
+
+
+def draw(federation: Federation, path: Path) -> None:
+    """A PNG of the training examples of each client (rows) and class (columns), the class totals as bars on top."""
+    try:
+        import matplotlib as mpl
+    except ImportError as error:
+        raise ConfigError("drawing needs matplotlib; run `pip install redgrape[plots]`") from error
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.colors import ListedColormap, LogNorm
+    from matplotlib.figure import Figure
+
+    counts = federation.client_counts
+    clients, classes = counts.shape
+    annotated = clients <= SHOWN and classes <= SHOWN
+    map_width = float(np.clip((0.6 if annotated else 0.14) * classes, 5, 14))
+    map_height = float(np.clip((0.36 if annotated else 0.12) * clients, 2, 12))
+
+    figure = Figure(figsize=(map_width + 1.8, map_height + 2.4), layout="constrained")
+    FigureCanvasAgg(figure)
+    top, below = figure.subplots(2, 1, sharex=True, height_ratios=[1.2, map_height])
+
+    for group, colour in (("head", "#1f4e79"), ("middle", "#7a9cc0"), ("tail", "#c0392b")):
+        members = list(getattr(federation.groups, group))
+        top.bar(members, federation.class_counts[members], color=colour, label=group if members else None)
+    top.set_yscale("log")
+    top.set_ylim(bottom=0.7)
+    top.yaxis.set_major_formatter("{x:g}")
+    top.set_ylabel("examples")
+    top.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=3, frameon=False, fontsize="small")
+    top.spines[["top", "right"]].set_visible(False)
+    top.tick_params(axis="x", length=0, labelbottom=False)
+
+    norm = LogNorm(vmin=1, vmax=max(2, int(counts.max())))
+    blues = ListedColormap(mpl.colormaps["Blues"](np.linspace(0.25, 1, 256)))  # one example must not look like none
+    image = below.imshow(np.ma.masked_equal(counts, 0), norm=norm, cmap=blues, aspect="auto", interpolation="nearest")
+    if annotated:
+        for (client, c), count in np.ndenumerate(counts):
+            if count:
+                colour = "white" if float(norm(float(count))) > 0.45 else "#222222"
+                below.text(c, client, count, ha="center", va="center", fontsize=7, color=colour)
+    _label_axis(below.xaxis, federation.class_names, map_width)
+    _label_axis(below.yaxis, federation.client_names, map_height)
+    if 0.08 * max(map(len, federation.class_names)) > map_width / classes:
+        below.tick_params(axis="x", rotation=90)
+    below.set_xlabel("class")
+    below.set_ylabel("client")
+    bar = figure.colorbar(image, ax=[top, below], label="examples (white: none)", format="{x:g}", aspect=30, shrink=0.8)
+    bar.ax.minorticks_off()
+    try:
+        figure.savefig(durable.ordinary(path), dpi=150, format="png")
+    except OSError as error:
+        raise StorageError(f"cannot write {path}: {error.strerror or error}") from error
+
+
+def _label_axis(axis: Any, names: list[str], inches: float) -> None:
+    """A tick for every class or client where they fit, else for every 2nd, 5th, 10th ..."""
+    room = max(1, int(inches / 0.13))
+    step = next(s * 10**e for e in range(9) for s in (1, 2, 5) if len(names) <= room * s * 10**e)
+    ticks = range(0, len(names), step)
+    axis.set_ticks(ticks, [printable(names[i]) for i in ticks], fontsize=7, parse_math=False)
+
+
+def _overview(federation: Federation) -> RenderableType:
+    from rich.table import Table
+
+    table = Table.grid(padding=(0, 2))
+    sizes = federation.client_counts.sum(axis=1)
+    totals = federation.class_counts
+    smallest = int(totals.min())
+    ratio = f"{totals.max() / smallest:.4g}" if smallest else "unbounded, a class is empty"
+    validation = 0 if federation.validation is None else len(federation.validation)
+    table.add_row("training examples", f"{sizes.sum()}")
+    table.add_row("test, validation", f"{len(federation.test)}, {validation}")
+    table.add_row("clients", f"{federation.num_clients}, of {sizes.min()} to {sizes.max()} examples")
+    table.add_row("classes", f"{federation.num_classes}, of {smallest} to {totals.max()} examples, ratio {ratio}")
+    table.add_row("split", federation.fingerprint()[:16])
+    return table
+
+
+def _classes(federation: Federation) -> RenderableType:
+    from rich.table import Table
+
+    table = Table(title="Classes by training examples", title_justify="left")
+    tests = federation.counts("test") or []
+    for heading in ("group", "classes", "examples", "test", "members: examples, test"):
+        table.add_column(heading, justify="left" if heading[0] in "gm" else "right")
+    for group in ("head", "middle", "tail"):
+        members = getattr(federation.groups, group)
+        counts = federation.class_counts[list(members)]
+        listed = [f"{federation.class_names[c]} {federation.class_counts[c]}, {tests[c]}" for c in members[:SHOWN]]
+        more = [f"and {len(members) - SHOWN} more"] if len(members) > SHOWN else []
+        tested = str(sum(tests[c] for c in members))
+        table.add_row(group, str(len(members)), str(counts.sum()), tested, cell("; ".join(listed + more)))
+    return table
+
+
+def _clients_by_classes(federation: Federation) -> RenderableType:
+    from rich.table import Table
+
+    table = Table(title="Training examples of each client and class", title_justify="left")
+    for heading in ("client", *federation.class_names, "all"):
+        table.add_column(cell(heading), justify="right")
+    for name, counts in zip(federation.client_names, federation.client_counts, strict=True):
+        table.add_row(cell(name), *(str(n) if n else "." for n in counts), str(counts.sum()))
+    table.add_section()
+    totals = federation.class_counts
+    table.add_row("all", *map(str, totals), str(totals.sum()))
+    return table
+
+
+def _clients_in_brief(federation: Federation) -> RenderableType:
+    from rich.table import Table
+
+    counts = federation.client_counts
+    prior = federation.class_counts / federation.class_counts.sum()
+    sizes = counts.sum(axis=1)
+    distance = np.abs(counts / np.maximum(sizes, 1)[:, None] - prior).sum(axis=1) / 2
+    table = Table(title=f"The {federation.num_clients} clients in brief", title_justify="left")
+    for heading in ("of a client", "least", "median", "most"):
+        table.add_column(heading, justify="left" if heading == "of a client" else "right")
+    for what, values, form in (
+        ("examples", sizes, "{:g}"),
+        ("classes present", (counts > 0).sum(axis=1), "{:g}"),
+        ("tail examples", counts[:, list(federation.groups.tail)].sum(axis=1), "{:g}"),
+        ("distance to the global class mixture (total variation)", distance, "{:.2f}"),
+    ):
+        table.add_row(what, *(form.format(f(values)) for f in (np.min, np.median, np.max)))
+    return table

@@ -1,0 +1,368 @@
+"""What a page draws, as plain JSON: settings, the methods tried in each, their runs and rounds.
+
+Runs of one setting differ by method and seed alone, so their curves may stand side by side:
+
+    settings   [{title, facts, notes, methods: [{label, runs, hyper, file, toml, commands}]}]
+    runs       {id: {seed, state, done, result, per_class, tested, confusion, norms, served, split, ...}}
+    splits     {fingerprint: {class_names, known, class_counts, client_names, client_counts, groups, order: from head to
+               tail}}
+    rounds     {id: {round: [...], accuracy: [...], ...}}: a column a figure, null where there is none
+    damaged    [{name, reason}]
+    suites     [{title, blocks, caption, command, not_run}]: the tables of the suites that the runs are of (suite.py)
+
+Run folders may come from strangers: text is cleaned of what a terminal or a page could take for a command, and what
+should be a number is one or null. No method is loaded, since one's own method is code.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+
+from redgrape.reading import judged
+from redgrape.reading.page.reading import Reading
+from redgrape.reading.run_tables import EXTRA_DATA, FIGURES, cell, other_data, run_label
+from redgrape.reading.terminal import printable
+
+LAST = 10  # of an unfinished run, the mean of up to this many evaluations so far stands for its result
+GROUPS = ("head", "middle", "tail")
+
+
+def page_data(
+    readings: Mapping[str, Reading], damaged: Iterable[tuple[str, str]] = (), suites: Sequence[Mapping[str, Any]] = ()
+) -> dict[str, Any]:
+    """All of it, for these runs by their ids."""
+    runs: dict[str, Any] = {}
+    splits: dict[str, Any] = {}
+    rounds: dict[str, Any] = {}
+    wrong = [{"name": text(name), "reason": text(reason)} for name, reason in damaged]
+    for key, reading in readings.items():
+        try:
+            split = _split(reading)
+            _settings({key: reading}, {key: (run := _run(reading, split))})  # a run that cannot be described, too
+            runs[key], rounds[key] = run, _columns(reading, split)
+        except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError) as error:
+            wrong.append({"name": text(key), "reason": f"its files do not fit together: {text(repr(error))}"})
+            continue
+        if split is not None:
+            splits[runs[key]["split"]] = split
+    whole = {key: readings[key] for key in runs}
+    return {
+        "settings": _settings(whole, runs),
+        "runs": runs,
+        "splits": splits,
+        "rounds": rounds,
+        "damaged": wrong,
+        "suites": list(suites),
+    }
+
+
+def text(value: Any) -> str:
+    """On one line, without what is not printed: escapes of a terminal, marks that turn the direction of writing."""
+    return printable(value)[:400]
+
+
+def number(value: Any) -> float | int | None:
+    """The value where it is a number; JSON has no infinity and no NaN."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        return None
+    return round(value, 6) if isinstance(value, float) else value
+
+
+def _numbers(values: Any, length: int) -> list[float | int | None] | None:
+    if not isinstance(values, list) or len(values) != length:
+        return None
+    return [number(value) for value in values]
+
+
+def _split(reading: Reading) -> dict[str, Any] | None:
+    """Who holds what; None before the data has been prepared."""
+    environment = reading.view.environment
+    if environment is None:
+        return None
+    names = [text(name) for name in environment["class_names"]]
+    known = environment["class_counts"] is not None  # else only the sites of a deployment know
+    counts = [int(n) for n in environment["class_counts"]] if known else [0] * len(names)
+    clients = [[int(n) for n in row] for row in environment["client_counts"]] if known else []
+    client_names = [text(name) for name in environment.get("client_names", range(len(clients)))] if known else []
+    groups = {group: [int(c) for c in environment["groups"][group]] for group in GROUPS}
+    group_of = {c: group for group, classes in groups.items() for c in classes}
+    if len(names) != len(counts) or any(len(row) != len(counts) for row in clients):
+        raise ValueError("class names, class counts and client counts are of different lengths")
+    if len(client_names) != len(clients):
+        raise ValueError("client names and client counts are of different lengths")
+    return {
+        "class_names": names,
+        "known": known,
+        "class_counts": counts,
+        "client_names": client_names,
+        "client_counts": clients,
+        "order": sorted(range(len(counts)), key=lambda c: (GROUPS.index(group_of.get(c, "head")), -counts[c], c)),
+        "groups": [group_of[c] if known else group_of.get(c, "") for c in range(len(counts))],
+    }
+
+
+def _run(reading: Reading, split: dict[str, Any] | None) -> dict[str, Any]:
+    view = reading.view
+    tests = [record["test"] for record in view.metrics if isinstance(record.get("test"), dict)]
+    summary, last = view.summary, tests[-LAST:]
+    C = len(split["class_counts"]) if split else 0
+    result = summary["mean_of_last"] if summary else {f: _mean([test.get(f) for test in last]) for f in FIGURES}
+    classes = zip(*(_numbers(test.get("per_class"), C) or [None] * C for test in last), strict=True)
+    per_class = summary["per_class"] if summary else [_mean(values) for values in classes]
+    return {
+        "name": text(view.path),
+        "seed": int(view.experiment["seed"]),
+        "state": reading.state,
+        "done": view.rounds_done,
+        "rounds": int(view.experiment["rounds"]),
+        "split": text((view.environment or {}).get("split", "")),
+        "result": {figure: number(result.get(figure)) for figure in FIGURES},
+        "averaged": len(summary["averaged_rounds"]) if summary else len(last),
+        "per_class": _numbers(per_class, C),
+        "tested": _numbers(judged.counts_of(view.environment, summary), C),
+        "confusion": _confusion((summary or {}).get("confusion"), C),
+        "norms": _norms((summary or {}).get("classifier_norms"), C),
+        "served": _served(reading, split),
+        "threshold": _threshold(view.experiment["method"].get("threshold")),
+        "rejected": sum(len(record.get("rejected") or ()) for record in view.metrics),
+        "versions": _versions(view.environment),
+    }
+
+
+def _threshold(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, int | float) else ""
+
+
+def _versions(environment: Mapping[str, Any] | None) -> list[str]:
+    names = ("redgrape", "torch", "python", "machine", "device")
+    return [f"{name} {text(environment[name])}" for name in names if name in environment] if environment else []
+
+
+def _mean(values: Iterable[Any]) -> float | None:
+    known = [value for value in map(number, values) if value is not None]
+    return sum(known) / len(known) if known else None
+
+
+def _confusion(rows: Any, C: int) -> list[list[float | int | None]] | None:
+    if not isinstance(rows, list) or len(rows) != C:
+        return None
+    numbers = [_numbers(row, C) for row in rows]
+    return None if any(row is None for row in numbers) else [row for row in numbers if row is not None]
+
+
+def _norms(norms: Any, C: int) -> dict[str, list[float | int | None]] | None:
+    if not isinstance(norms, dict):
+        return None
+    by_name = {text(name): _numbers(values, C) for name, values in norms.items()}
+    return {name: values for name, values in by_name.items() if values is not None} or None
+
+
+def _served(reading: Reading, split: dict[str, Any] | None) -> list[list[int]] | None:
+    """For each client, how many classes its balanced gradient takes from its own examples, from prototypes, and from
+    nothing, after the last round; None for a method without threshold and prototypes."""
+    method = reading.view.experiment["method"]
+    last = reading.view.metrics[-1] if reading.view.metrics else {}
+    if split is None or not split["known"] or "threshold" not in method or "prototype_seen" not in last:
+        return None
+    C = len(split["class_counts"])
+    threshold = float(method["threshold"]) if method.get("use_real_data", True) else math.inf
+    oldest = float("inf" if (age := method.get("max_age", "none")) == "none" else age)
+    usable = [
+        bool(seen) and age <= oldest for seen, age in zip(last["prototype_seen"], last["prototype_age"], strict=True)
+    ]
+    rows = []
+    for counts in split["client_counts"]:
+        real = [n >= threshold for n in counts]
+        from_prototypes = sum(usable[c] and not real[c] for c in range(C))
+        rows.append([sum(real), from_prototypes, C - sum(real) - from_prototypes])
+    return rows
+
+
+def _columns(reading: Reading, split: dict[str, Any] | None) -> dict[str, list[Any]]:
+    seconds = {line.get("round"): line for line in reading.times}
+    C = len(split["class_counts"]) if split else 0
+    columns: dict[str, list[Any]] = {}
+    for record in reading.view.metrics:
+        test = record["test"] if isinstance(record.get("test"), dict) else {}
+        time = seconds.get(record["round"], {})
+        asked, answered = len(record.get("clients") or ()), len(record.get("answered") or ())
+        row = {
+            "round": int(record["round"]),
+            **{figure: number(test.get(figure)) for figure in FIGURES},
+            "loss": number(record.get("train_loss")),
+            "train": number(time.get("train")),
+            "evaluate": number(time.get("evaluate")),
+            "down": _per_client(record.get("bytes_down"), asked),
+            "up": _per_client(record.get("bytes_up"), answered),
+            "age": _ages(record, C),
+        }
+        for name, value in row.items():
+            columns.setdefault(name, []).append(value)
+    return columns
+
+
+def _per_client(total: Any, clients: int) -> int | None:
+    total = number(total)
+    return None if total is None or not clients else round(total / clients)
+
+
+def _ages(record: Mapping[str, Any], C: int) -> list[float | int | None] | None:
+    """Rounds since each class's prototype was made, null where there is none yet."""
+    ages, seen = _numbers(record.get("prototype_age"), C), record.get("prototype_seen")
+    if not C or ages is None or not isinstance(seen, list) or len(seen) != C:
+        return None
+    return [age if there else None for age, there in zip(ages, seen, strict=True)]
+
+
+def _settings(readings: Mapping[str, Reading], runs: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Runs by what they have in common but method and seed, in the order in which they come."""
+    together: dict[str, list[str]] = {}
+    shared = {key: _shared(reading.view.experiment) for key, reading in readings.items()}
+    names = set().union(*shared.values())
+    lacking = any(names - values.keys() for values in shared.values())
+    defaults = _defaults() if lacking else {}
+    other = other_data([reading.view for reading in readings.values()])
+    for key, values in shared.items():
+        whole = {name: values.get(name, defaults.get(name)) for name in names}
+        whole[""] = other.get(readings[key].view.path, "")
+        together.setdefault(json.dumps(whole, sort_keys=True, default=str), []).append(key)
+    groups = list(together.values())
+    firsts = [readings[keys[0]].view.experiment for keys in groups]
+    why = [other.get(readings[keys[0]].view.path, "") for keys in groups]
+    titles = [_title(e) + (", other data" if reason else "") for e, reason in zip(firsts, why, strict=True)]
+    titles = _told_apart(titles, [{**e, "method": {}, "seed": 0} for e in firsts])
+    return [
+        {
+            "title": title,
+            "facts": _facts([readings[key] for key in keys])
+            + ([["Not to be compared with others", text(reason)]] if reason else []),
+            "notes": _notes(readings[keys[0]], runs[keys[0]]["tested"]),
+            "methods": _methods(keys, readings, runs),
+        }
+        for title, keys, reason in zip(titles, groups, why, strict=True)
+    ]
+
+
+def _notes(reading: Reading, tested: Sequence[Any] | None) -> list[str]:
+    """Of the classes that have few test examples or none, and over how many classes the class-balanced mean is."""
+    environment = reading.view.environment or {}
+    names = [text(name) for name in environment.get("class_names", [])]
+    over = judged.over_classes(tested)
+    told = judged.notes(names, tested, environment.get("class_counts"))
+    return [*([f"class-balanced is over {over}"] if over else []), *told]
+
+
+def _shared(experiment: Mapping[str, Any]) -> dict[str, Any]:
+    """What decides a result beside method and seed."""
+    apart = ("method", "seed", "checkpoint_every", "evaluate_every")
+    return dict(_flat({name: value for name, value in experiment.items() if name not in apart}))
+
+
+def _defaults() -> dict[str, Any]:
+    """For runs of before an option existed, which are of one setting with later ones."""
+    from redgrape.runs.experiment import Experiment
+
+    return _shared(Experiment().resolved())
+
+
+def _methods(keys: Sequence[str], readings: Mapping[str, Reading], runs: Mapping[str, Any]) -> list[dict[str, Any]]:
+    together: dict[str, list[str]] = {}
+    for key in keys:
+        method = readings[key].view.experiment["method"]
+        together.setdefault(json.dumps(method, sort_keys=True, default=str), []).append(key)
+    groups = list(together.values())
+    experiments = [readings[members[0]].view.experiment for members in groups]
+    labels = _told_apart([text(run_label(e["method"])) for e in experiments], [e["method"] for e in experiments])
+    methods = []
+    for label, members, experiment in zip(labels, groups, experiments, strict=True):
+        file = f"{re.sub(r'[^A-Za-z0-9_.=-]+', '-', label).strip('-.') or 'experiment'}.toml"
+        extra = any(readings[key].view.uses_extra_data for key in members)
+        results = [runs[key]["result"] for key in members]
+        methods.append(
+            {
+                "label": label + (EXTRA_DATA if extra else ""),
+                "runs": members,
+                "cells": [cell([r[f] for r in results if r[f] is not None]) for f in FIGURES],
+                "hyper": [[text(name), text(value)] for name, value in experiment["method"].items()],
+                "file": file,
+                "toml": tomli_w.dumps(experiment),
+                "commands": [f"redgrape run {shlex.quote(file)} --seed {runs[key]['seed']}" for key in members],
+            }
+        )
+    return methods
+
+
+def _told_apart(titles: Sequence[str], values: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The titles; where several are the same, each with the values by which it differs from most of the others."""
+    flat = [dict(_flat(value)) for value in values]
+    told = []
+    for i, title in enumerate(titles):
+        alike = [flat[j] for j, other in enumerate(titles) if other == title]
+        named = [f"{text(key)}={text(value)}" for key, value in flat[i].items() if not _usual(key, value, alike)]
+        told.append(" ".join([title, *named]))
+    return told
+
+
+def _usual(key: str, value: Any, alike: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether more than half have this value, so that naming the others is enough to tell all apart."""
+    return all(key in other for other in alike) and 2 * sum(other[key] == value for other in alike) > len(alike)
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def _title(experiment: Mapping[str, Any]) -> str:
+    data = experiment["data"]
+    ratio = "" if data["imbalance"] == "natural" else f", imbalance ratio {data['ir']:g}"
+    return text(f"{Path(data['source']).stem}{ratio}, {_participation(experiment)}")
+
+
+def _participation(experiment: Mapping[str, Any]) -> str:
+    clients, sampled = experiment["data"]["clients"], experiment.get("clients_per_round", "none")
+    return f"{clients} clients" if sampled in ("none", clients) else f"{sampled} of {clients} clients a round"
+
+
+def _facts(readings: Sequence[Reading]) -> list[list[str]]:
+    """What a reader should know of a setting, in words."""
+    experiment = readings[0].view.experiment
+    data, sampled = experiment["data"], experiment.get("clients_per_round", "none")
+    ratio = "" if data["imbalance"] == "natural" else f", imbalance ratio {data['ir']:g}"
+    alpha = "" if data["partition"] in ("iid", "natural") else f", alpha {data['alpha']:g}"
+    each = "all of them" if sampled == "none" else f"{sampled} of {data['clients']}, drawn anew"
+    facts = {
+        "Data": f"{Path(data['source']).stem}, {data['imbalance']}{ratio}",
+        "Partition": f"{data['partition']}{alpha}",
+        "Clients in a round": each,
+        "Rounds": experiment["rounds"],
+        "Net": experiment["net"]["name"],
+    }
+    environment = readings[0].view.environment
+    if environment and environment["class_counts"] is not None:
+        counts = environment["class_counts"]
+        facts["Training examples"] = (
+            f"{sum(counts)} of {len(counts)} classes, {max(counts)} in the largest, {min(counts)} in the smallest"
+        )
+    elif environment:
+        sites = ", ".join(map(str, environment.get("sites", [])))
+        facts["Training examples"] = f"of each class known to the sites alone: {sites}"
+        facts["Evaluated at"] = f"the {environment.get('evaluated', 'server')}"
+    methods = [reading.view.experiment["method"] for reading in readings]
+    for key, words in {"epochs": "Local epochs", "batch_size": "Batch size", "lr": "Learning rate"}.items():
+        values = sorted({str(method[key]) for method in methods if key in method})
+        if values:
+            facts[words] = ", ".join(values)
+    facts["Seeds"] = ", ".join(map(str, sorted({int(reading.view.experiment["seed"]) for reading in readings})))
+    return [[name, text(value)] for name, value in facts.items()]

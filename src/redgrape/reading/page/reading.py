@@ -1,0 +1,88 @@
+"""Run folders as a reader meets them: finished, in training, stopped or damaged. Reads only, and takes no lock."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from redgrape.reading.run_tables import RunView
+from redgrape.runs import durable
+
+FILES = ("experiment.toml", "environment.json", "metrics.jsonl", "times.jsonl", "summary.json", "SHA256SUMS")
+PROC_LOCKS = Path("/proc/locks")
+
+State = Literal["finished", "training", "stopped"]
+
+
+@dataclass(frozen=True)
+class Reading:
+    """A run that could be read: its view and its times."""
+
+    view: RunView
+    times: list[dict[str, Any]]
+
+    @classmethod
+    def of(cls, path: Path) -> Reading:
+        for name in FILES:
+            durable.ordinary(path / name)
+        return cls(RunView.read(path), _times(path))
+
+    @property
+    def state(self) -> State:
+        """Whether it is finished, and if not, whether somebody works on it now."""
+        if self.view.summary is not None:
+            return "finished"
+        return "training" if is_locked(self.view.path / "lock") else "stopped"
+
+
+def is_locked(path: Path) -> bool:
+    """Whether the process that the lock file names holds it. Trying the lock would keep a run from starting."""
+    try:
+        kind, _, number = path.read_text().partition(" ")
+        inode = path.stat().st_ino
+        pid = int(number) if kind == "process" else 0
+    except (OSError, ValueError):
+        return False
+    if pid <= 0:
+        return False
+    try:
+        held = [line.split() for line in PROC_LOCKS.read_text().splitlines()]
+    except OSError:  # another system than Linux
+        return _is_alive(pid)
+    # 7: FLOCK ADVISORY WRITE <process> <major>:<minor>:<inode> 0 EOF
+    return any(
+        line[1:2] == ["FLOCK"] and line[4] == str(pid) and line[5].endswith(f":{inode}")
+        for line in held
+        if len(line) == 8
+    )
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        return True
+    return True
+
+
+def _times(path: Path) -> list[dict[str, Any]]:
+    """The lines of times.jsonl that can be read: they decide nothing, and a damaged one hides no other."""
+    lines = []
+    file = path / "times.jsonl"
+    try:
+        text = file.read_bytes() if file.exists() else b""
+    except OSError:
+        return []
+    for line in text.split(b"\n"):
+        try:
+            value = json.loads(line)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(value, dict):
+            lines.append(value)
+    return lines

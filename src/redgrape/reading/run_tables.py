@@ -1,0 +1,425 @@
+"""Run folders -> tables (mean ± std over seeds) and figures. Reads only; needs neither torch nor the data."""
+
+from __future__ import annotations
+
+import json
+import math
+import tomllib
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from redgrape.errors import ConfigError, StorageError
+from redgrape.reading import judged, terminal
+from redgrape.runs import checksums, durable
+from redgrape.runs.checksums import hash_of
+
+FIGURES = ("accuracy", "balanced", "head", "middle", "tail")
+EXTRA_DATA = " †"
+TELLTALE = ("experiment.toml", "environment.json", "metrics.jsonl")  # of a run folder
+TRIES = 3  # a run may be written to while it is read
+TITLES = {"accuracy": "overall", "balanced": "class-balanced", "head": "head", "middle": "middle", "tail": "tail"}
+
+
+@dataclass(frozen=True)
+class RunView:
+    """A run folder as a reader sees it, finished or not."""
+
+    path: Path
+    experiment: dict[str, Any]
+    environment: dict[str, Any] | None
+    metrics: list[dict[str, Any]]
+    summary: dict[str, Any] | None
+
+    @classmethod
+    def read(cls, path: Path) -> RunView:
+        """The one way into a run folder for all who only look: its files are held against their checksums and against
+        each other, and a run of which that does not hold is a StorageError. No lock is taken and no method loaded."""
+        for _ in range(TRIES - 1):
+            with suppress(StorageError):
+                return cls._read(path)
+        return cls._read(path)
+
+    @classmethod
+    def _read(cls, path: Path) -> RunView:
+        try:
+            manifests = _manifests(path)  # before the lines: those that they tell of are there by now
+            experiment = tomllib.loads(_content(path / "experiment.toml").decode())
+            summary = _json(_whole(path / "summary.json"))
+            environment = _json(_whole(path / "environment.json"))
+            lines = _whole(path / "metrics.jsonl") or b""
+            metrics = [json.loads(line) for line in lines.split(b"\n")[:-1]]
+            _check_experiment(path, experiment, [*manifests, *([] if summary is None else [summary])])
+            _check_lines(path, lines, metrics, manifests)
+            if summary is not None and summary["rounds"] != experiment["rounds"]:
+                summary = None  # of the run before it was extended
+            if summary is not None:
+                _check_summary(path, summary, metrics, environment)
+            view = cls(path, experiment, environment, metrics, summary)
+            view.row()
+        except (OSError, ValueError, RecursionError) as error:
+            raise StorageError(f"'{path}' cannot be read as a run: {error}") from error
+        except (KeyError, TypeError, AttributeError) as error:
+            raise StorageError(f"'{path}' cannot be read as a run: it has no {error} where there should be") from error
+        return view
+
+    def row(self) -> dict[str, Any]:
+        """The run in brief."""
+        mean = self.summary["mean_of_last"] if self.summary else {}
+        data = self.experiment["data"]
+        return {
+            "run": str(self.path),
+            "method": self.label + (EXTRA_DATA if self.uses_extra_data else ""),
+            "data": f"{Path(data['source']).stem} {data['imbalance']}" + _ratio(data),
+            "seed": self.experiment["seed"],
+            "done": self.rounds_done,
+            "rounds": self.experiment["rounds"],
+            "accuracy": mean.get("accuracy"),
+            "tail": mean.get("tail"),
+        }
+
+    @property
+    def rounds_done(self) -> int:
+        return int(self.metrics[-1]["round"]) if self.metrics else 0
+
+    @property
+    def label(self) -> str:
+        return run_label(self.experiment["method"])
+
+    @property
+    def uses_extra_data(self) -> bool:
+        return bool(self.summary and self.summary.get("extra_data"))
+
+
+def _ratio(data: dict[str, Any]) -> str:
+    return "" if data["imbalance"] == "natural" else f" IR {data['ir']:g}"
+
+
+def run_label(method: dict[str, Any]) -> str:
+    """The method's name, and its preset where it is not the paper's."""
+    name = Path(method["name"]).stem
+    return name if method.get("preset", "paper") == "paper" else f"{name} ({method['preset']})"
+
+
+def other_data(runs: Sequence[RunView]) -> dict[Path, str]:
+    """The runs that no table may show beside the others of their seed and data options, since they are of another split
+    or of other examples, and why. What most have, and else what comes first, is what the others lack."""
+    begun = [run for run in runs if run.environment is not None]
+    names = set().union(*[run.experiment["data"] for run in begun])
+    lacking = any(names - run.experiment["data"].keys() for run in begun)
+    groups: dict[str, list[tuple[RunView, tuple[str, ...]]]] = {}
+    for run in begun:
+        options = {**(_data_defaults() if lacking else {}), **run.experiment["data"], "seed": run.experiment["seed"]}
+        told = tuple(str((run.environment or {}).get(name, "")) for name in ("split", "data"))
+        groups.setdefault(json.dumps(options, sort_keys=True, default=str), []).append((run, told))
+    found = {}
+    for group in groups.values():
+        all_told = [told for _, told in group]
+        usual = max(all_told, key=all_told.count)
+        for run, told in group:
+            for name, ours, theirs in zip(("split", "data"), told, usual, strict=True):
+                if ours != theirs and ours and theirs and not (name == "data" and _is_public(run)):
+                    beside = next(other.path for other, what in group if what == usual)
+                    found[run.path] = f"its {name} is {ours[:12]}, and that of '{beside}' is {theirs[:12]}"
+                    break
+    return found
+
+
+def _is_public(run: RunView) -> bool:
+    """Whether its data is a set whose files are checked against known checksums: with the split it is the same
+    everywhere, while its fingerprint was made in another way by the first redgrape."""
+    from redgrape.data.sources import DATASETS
+
+    return run.experiment["data"]["source"] in DATASETS
+
+
+def _data_defaults() -> dict[str, Any]:
+    """For runs of before an option existed."""
+    from redgrape.runs.experiment import Experiment
+
+    defaults: dict[str, Any] = Experiment().resolved()["data"]
+    return defaults
+
+
+def find_runs(folder: Path) -> list[Path]:
+    """The run folders at or below this one, two levels deep; also one that has lost its description."""
+    candidates = [folder, *sorted(folder.glob("*")), *sorted(folder.glob("*/*"))]
+    return [path for path in candidates if any((path / name).is_file() for name in TELLTALE)]
+
+
+@dataclass(frozen=True)
+class Result:
+    """One method's runs over seeds."""
+
+    label: str
+    runs: list[RunView]
+    on: str = "test"  # or validation, which is there to choose hyper-parameters by
+
+    def values(self, figure: str) -> list[float]:
+        values = [self._means(run)[figure] for run in self.runs]
+        return [value for value in values if value is not None]
+
+    def _means(self, run: RunView) -> dict[str, Any]:
+        means = _summary(run)["mean_of_last"] if self.on == "test" else _summary(run).get("validation")
+        if means is None:
+            raise ConfigError(f"'{run.path}' was run without a validation set; hold one out with -c data.validation=10")
+        return dict(means)
+
+    @property
+    def title(self) -> str:
+        """The label, marked where the method was given data that the others do without."""
+        return self.label + (EXTRA_DATA if any(run.uses_extra_data for run in self.runs) else "")
+
+    def per_class(self) -> list[list[float]]:
+        """For each class, the seeds' accuracies."""
+        classes = zip(*[_summary(run)["per_class"] for run in self.runs], strict=True)
+        return [[value for value in values if value is not None] for values in classes]
+
+
+def counts(results: Sequence[Result]) -> list[int] | None:
+    """Of each class the fewest examples that any of these runs was judged by."""
+    known = [judged.counts_of(run.environment, run.summary, r.on) for r in results for run in r.runs]
+    return [min(of_class) for of_class in zip(*known, strict=True)] if known and all(known) else None
+
+
+def notes(results: Sequence[Result]) -> list[str]:
+    """What the figures do not say, of classes with few examples or none."""
+    environment = results[0].runs[0].environment or {}
+    names = [terminal.printable(name) for name in environment.get("class_names", [])]
+    return judged.notes(names, counts(results), environment.get("class_counts"), results[0].on)
+
+
+def header(results: Sequence[Result]) -> list[str]:
+    over = judged.over_classes(counts(results))
+    titles = {**TITLES, "balanced": f"{TITLES['balanced']} ({over})"} if over else TITLES
+    return ["method", "seeds", *[titles[figure] for figure in FIGURES]]
+
+
+def collect(runs: Iterable[tuple[str, RunView]], on: str = "test") -> list[Result]:
+    """Finished runs by their label, in the order in which labels first appear."""
+    results: dict[str, Result] = {}
+    for label, run in runs:
+        results.setdefault(label, Result(label, [], on)).runs.append(run)
+    return list(results.values())
+
+
+def mean_std(values: Sequence[float]) -> tuple[float, float | None]:
+    """The mean, and the standard deviation of a sample where there are at least two."""
+    mean = sum(values) / len(values)
+    if len(values) < 2:
+        return mean, None
+    return mean, math.sqrt(sum((v - mean) ** 2 for v in values) / (len(values) - 1))
+
+
+def cell(values: Sequence[float]) -> str:
+    """`95.3 ± 0.4`, in percent."""
+    if not values:
+        return "–"
+    mean, std = mean_std(values)
+    return f"{100 * mean:.1f}" + ("" if std is None else f" ± {100 * std:.1f}")
+
+
+def rows(results: Sequence[Result]) -> list[list[str]]:
+    return [[r.title, str(len(r.runs)), *[cell(r.values(figure)) for figure in FIGURES]] for r in results]
+
+
+def caption(results: Sequence[Result]) -> str:
+    rounds = sorted({len(_summary(run)["averaged_rounds"]) for r in results for run in r.runs})
+    over = f"the last {rounds[0]} evaluated rounds" if len(rounds) == 1 else "the last evaluated rounds"
+    seeds = ", mean ± standard deviation over seeds" if any(len(r.runs) > 1 for r in results) else ""
+    extra = f";{EXTRA_DATA} uses extra balanced data at the server" if any(r.title != r.label for r in results) else ""
+    return f"{results[0].on} accuracy in %, mean of {over}{seeds}{extra}"
+
+
+def markdown(results: Sequence[Result]) -> str:
+    titles = header(results)
+    lines = [titles, ["---"] * len(titles), *rows(results)]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def print_table(results: Sequence[Result]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(caption=caption(results), caption_justify="left")
+    for i, title in enumerate(header(results)):
+        table.add_column(title, justify="left" if i == 0 else "right")
+    for row in rows(results):
+        table.add_row(*[terminal.cell(entry) for entry in row])
+    console = Console()
+    console.print(table)
+    for note in notes(results):
+        console.print(terminal.cell(f"note: {note}"))
+
+
+def draw_per_class(results: Sequence[Result], path: Path) -> None:
+    """Accuracy per class from head to tail, a line a method (bars show the spread over seeds), over the class sizes."""
+    plt = pyplot()
+    environment = results[0].runs[0].environment or {}
+    names = environment["class_names"]
+    counts = environment["class_counts"] or [1] * len(names)  # of a deployment only the sites know
+    order = sorted(range(len(counts)), key=lambda c: (-counts[c], c))
+    places = range(len(order))
+    wide = len(order) > 30
+    figure, (top, bottom) = plt.subplots(
+        2, 1, figsize=(10 if wide else 8, 6), sharex=True, gridspec_kw={"height_ratios": [3, 1]}, layout="constrained"
+    )
+    for result, colour, marker in zip(results, colours(len(results)), "os^Dv<>phX*P" * 9, strict=False):
+        per_class = result.per_class()
+        pairs = [mean_std(per_class[c]) if per_class[c] else (math.nan, None) for c in order]
+        errors = [100 * (std or 0.0) for _, std in pairs] if any(std for _, std in pairs) else None
+        top.errorbar(
+            places,
+            [100 * mean for mean, _ in pairs],
+            yerr=errors,
+            label=f"{terminal.printable(result.title)} (tail {cell(result.values('tail'))})".replace("$", r"\$"),
+            color=colour,
+            marker=None if wide else marker,
+            capsize=3,
+            linewidth=2,
+        )
+    top.set_ylabel("test accuracy, %")
+    top.set_ylim(-3, 103)
+    top.legend(loc="lower left")
+    top.grid(alpha=0.3)
+    groups = environment["groups"]
+    for boundary in (len(groups["head"]), len(groups["head"]) + len(groups["middle"])):
+        for axis in (top, bottom):
+            axis.axvline(boundary - 0.5, color="grey", linestyle=":", linewidth=1)
+    start = 0
+    for name in ("head", "middle", "tail"):
+        if groups[name]:
+            middle = start + (len(groups[name]) - 1) / 2
+            top.text(middle, 1.01, name, transform=top.get_xaxis_transform(), ha="center", va="bottom", color="grey")
+            start += len(groups[name])
+    bottom.bar(places, [counts[c] for c in order], color="lightgrey", edgecolor="grey")
+    bottom.set_yscale("log")
+    bottom.set_ylabel("training\nexamples")
+    step = max(1, len(order) // 25)
+    bottom.set_xticks(
+        list(places)[::step],
+        [terminal.printable(names[c]) for c in order][::step],
+        rotation=0 if len(order) <= 10 else 90,
+        parse_math=False,
+    )
+    bottom.set_xlabel("class, from head to tail")
+    figure.savefig(durable.ordinary(path), dpi=130)
+    plt.close(figure)
+
+
+COOLER = ("#4c78a8", "#f2a541", "#54a24b", "#9d755d", "#72b7b2", "#b279a2", "#5f6a72", "#d6a5c9")
+
+
+def colours(count: int) -> list[str]:
+    """Grape red for the last, cooler colours for what it is compared with."""
+    return [*[COOLER[i % len(COOLER)] for i in range(count - 1)], "#8e1b3f"]
+
+
+def pyplot() -> Any:
+    try:
+        import matplotlib as mpl
+    except ImportError as error:
+        raise ConfigError("figures need matplotlib: pip install redgrape[plots]") from error
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt
+
+    return plt
+
+
+def _summary(run: RunView) -> dict[str, Any]:
+    if run.summary is None:
+        raise StorageError(f"'{run.path}' is not finished; `redgrape resume {run.path}` continues it")
+    return run.summary
+
+
+def plain(value: Any) -> Any:
+    """The value with infinity, which JSON lacks, as the word that the command line takes for it."""
+    if isinstance(value, dict):
+        return {name: plain(inner) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(inner) for inner in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _content(path: Path) -> bytes:
+    if path.is_symlink():
+        raise StorageError(f"'{path}' is a link or no ordinary file")
+    return durable.ordinary(path).read_bytes()
+
+
+def _whole(path: Path) -> bytes | None:
+    """The file's content, where there is one and it is what was written."""
+    data = _content(path) if path.exists() or path.is_symlink() else None
+    if data is not None and not checksums.fits(path.parent, path.name, data):
+        raise StorageError(f"'{path}' is damaged: its SHA-256 is not that in {checksums.NAME}")
+    return data
+
+
+def _manifests(path: Path) -> list[dict[str, Any]]:
+    """What the checkpoints vouch for. One that is damaged vouches for nothing; whoever needs its model is told."""
+    found = []
+    for file in sorted((path / "checkpoints").glob("round-[0-9]*/manifest.json")):
+        with suppress(OSError, ValueError, RecursionError, KeyError, TypeError):
+            manifest = json.loads(_content(file))
+            if len(manifest["metrics"]["sha256"]) == 64 and manifest["metrics"]["bytes"] >= 0:
+                found.append(manifest)
+    return found
+
+
+def _check_experiment(path: Path, experiment: dict[str, Any], witnesses: Sequence[dict[str, Any]]) -> None:
+    """Raise StorageError where the description is not that of the run: of its summary or checkpoints where there are,
+    which may be of before it was extended; other spellings of the same values are no matter."""
+    digest, name = hash_of(experiment), "experiment.toml"
+    if any(witness["experiment"] == digest for witness in witnesses):
+        return
+    _whole(path / name)
+    if witnesses and name not in checksums.read(path):
+        before = [{**experiment, "rounds": witness.get("rounds", experiment["rounds"])} for witness in witnesses]
+        if not any(w["experiment"] == hash_of(values) for w, values in zip(witnesses, before, strict=True)):
+            raise StorageError(f"'{path / name}' has been edited or is damaged: it is not that of the run's result")
+
+
+def _check_lines(
+    path: Path, lines: bytes, metrics: Sequence[dict[str, Any]], manifests: Sequence[dict[str, Any]]
+) -> None:
+    """Raise StorageError unless there is one line for every round, and those of before a checkpoint are its own."""
+    if [record["round"] for record in metrics] != list(range(1, len(metrics) + 1)):
+        raise StorageError(f"'{path / 'metrics.jsonl'}' is damaged: it does not tell of every round once")
+    for manifest in manifests:
+        size, digest = manifest["metrics"]["bytes"], manifest["metrics"]["sha256"]
+        if len(lines) < size or checksums.digest_of(lines[:size]) != digest:
+            raise StorageError(
+                f"'{path / 'metrics.jsonl'}' is damaged: it does not begin as the checkpoint of round "
+                f"{manifest['round']} says"
+            )
+
+
+def _check_summary(
+    path: Path, summary: dict[str, Any], metrics: Sequence[dict[str, Any]], environment: dict[str, Any] | None
+) -> None:
+    """Raise StorageError where a result is not that of the lines, or of another split."""
+    evaluated = [record for record in metrics if "test" in record][-len(summary["averaged_rounds"]) :]
+    means = {f: _mean([record["test"][f] for record in evaluated]) for f in FIGURES}
+    if (
+        len(metrics) != summary["rounds"]
+        or [record["round"] for record in evaluated] != summary["averaged_rounds"]
+        or any(not _same(means[figure], summary["mean_of_last"][figure]) for figure in FIGURES)
+    ):
+        raise StorageError(f"'{path}' is damaged: summary.json is not the result of metrics.jsonl")
+    if environment is None or environment["split"] != summary["split"]:
+        raise StorageError(f"'{path}' is damaged: environment.json is not of the split of summary.json")
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return mean_std(known)[0] if known else None
+
+
+def _same(one: float | None, other: float | None) -> bool:
+    return one == other or (one is not None and other is not None and math.isclose(one, other, rel_tol=1e-9))
+
+
+def _json(data: bytes | None) -> Any:
+    return None if data is None else json.loads(data)

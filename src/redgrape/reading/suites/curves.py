@@ -1,0 +1,70 @@
+"""Accuracy over the rounds: a panel a column, a line a row; bands reach from the worst seed to the best."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+from redgrape.reading import run_tables
+from redgrape.reading.suites.found_cells import Standing
+from redgrape.reading.suites.tables import Table
+
+
+def draw(table: Table, path: Path) -> None:
+    """A PNG of the first measure of the suite. Needs matplotlib."""
+    plt = run_tables.pyplot()
+    columns = [c for c in table.columns if any(e.values for e in table.entries if e.column == c)]
+    across = min(3, len(columns))
+    down = math.ceil(len(columns) / across)
+    figure, axes = plt.subplots(
+        down, across, figsize=(4.5 * across + 1.5, 3.4 * down + 0.6), squeeze=False, layout="constrained"
+    )
+    measure = table.suite.measures[0]
+    lines = looks(table.rows)
+    for axis in axes.flat[len(columns) :]:
+        axis.set_visible(False)
+    for column, axis in zip(columns, axes.flat, strict=False):
+        for row in table.rows:
+            found = [s for s in table.standings if s.finished and _place(table, s) == (row, column)]
+            rounds, low, mean, high = _band(found, measure, table.on)
+            colour, style = lines[row]
+            axis.plot(rounds, mean, label=row, color=colour, linestyle=style, linewidth=1.6)
+            if len(found) > 1:
+                axis.fill_between(rounds, low, high, color=colour, alpha=0.15, linewidth=0)
+        axis.set_title(", ".join(column), fontsize=10)
+        axis.set_xlabel("round")
+        axis.xaxis.get_major_locator().set_params(integer=True)
+        axis.set_ylabel(f"{table.on} accuracy, {run_tables.TITLES[measure]}, %")
+        axis.grid(alpha=0.3)
+    figure.legend(*axes.flat[0].get_legend_handles_labels(), loc="outside right center", fontsize=8)
+    figure.suptitle(
+        table.suite.title if table.scale is None else f"{table.suite.title} ({table.scale})",
+        fontsize=10,
+        wrap=True,
+    )
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
+def looks(rows: Sequence[str]) -> dict[str, tuple[str, str]]:
+    """A colour and a style for each row; the style changes whenever all colours have been used."""
+    ours_last = sorted(rows, key=lambda row: row == "RedGrape")
+    styles = [("-", "--", "-.", ":")[i // len(run_tables.COOLER) % 4] for i in range(len(rows))]
+    return dict(zip(ours_last, zip(run_tables.colours(len(rows)), styles, strict=True), strict=True))
+
+
+def _place(table: Table, standing: Standing) -> tuple[str, tuple[str, ...]]:
+    return table.suite.row(standing.cell.labels), table.suite.column(standing.cell.labels)
+
+
+def _band(standings: list[Standing], measure: str, on: str) -> tuple[list[int], list[float], list[float], list[float]]:
+    """Rounds that all seeds have evaluated; worst, mean and best of the seeds in percent."""
+    curves = [
+        {r["round"]: 100 * r[on][measure] for r in s.view.metrics if on in r and r[on][measure] is not None}
+        for s in standings
+        if s.view is not None
+    ]
+    rounds = sorted(set.intersection(*[set(curve) for curve in curves])) if curves else []
+    values = [[curve[number] for curve in curves] for number in rounds]
+    return rounds, [min(v) for v in values], [sum(v) / len(v) for v in values], [max(v) for v in values]

@@ -1,0 +1,367 @@
+"""A suite: the cells of a table or figure, each an experiment. Those of the paper stand in experiments/suites."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal, TypeAlias, TypeVar, get_args
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from redgrape.errors import ConfigError, unknown
+from redgrape.reading.run_tables import FIGURES
+from redgrape.runs.checksums import hash_of
+from redgrape.runs.experiment import Experiment, put, read_toml
+from redgrape.runs.run import file_digests
+from redgrape.validation import one_line
+
+Scale: TypeAlias = Literal["paper", "study", "quick"]
+M = TypeVar("M", bound=BaseModel)
+Label: TypeAlias = bool | int | float | str | list[Any]
+
+SCALES: tuple[str, ...] = get_args(Scale)
+SETTINGS = "settings"
+UNDECISIVE = ("checkpoint_every", "evaluate_every")  # keys that change no result
+# The first is where a wheel holds the folder, the second where a checkout does.
+FOLDERS = (Path(__file__).parents[1] / "experiments", Path(__file__).parents[3] / "experiments" / "suites")
+
+_STRICT = ConfigDict(frozen=True, strict=True, extra="forbid")
+
+
+class Rule(BaseModel):
+    """Sets keys of the experiments of those cells whose labels, or the scale, are as `when` says."""
+
+    model_config = _STRICT
+
+    when: dict[str, Label] = Field(default_factory=dict)
+    set: dict[str, Any] = Field(default_factory=dict)
+    departure: str = Field(
+        "", description="how this differs from the paper, or what it takes where the paper is silent"
+    )
+
+    def fits(self, labels: Mapping[str, Label]) -> bool:
+        return all(axis in labels and labels[axis] in _alternatives(wanted) for axis, wanted in self.when.items())
+
+
+class Settings(BaseModel):
+    """What all suites of a folder share."""
+
+    model_config = _STRICT
+
+    experiment: dict[str, Any] = Field(default_factory=dict)
+    keys: dict[str, str] = Field(default_factory=dict)
+    seeds: dict[str, list[int]] = Field(default_factory=dict)
+    rules: list[Rule] = Field(default_factory=list)
+
+
+class Description(BaseModel):
+    """A suite's file."""
+
+    model_config = _STRICT
+
+    title: str
+    claim: str = Field("", description="what the paper says")
+    cells_of: str | None = Field(None, description="the suite whose cells these are; then this one has no axes")
+    axes: dict[str, list[Label]] = Field(default_factory=dict)
+    rows: list[str] = Field(default_factory=list, description="the axes that tell the rows apart")
+    columns: list[str] = Field(default_factory=list, description="the axes that tell the columns apart")
+    measures: list[str]
+    references: list[str] = Field(default_factory=list, description="the rows that others are compared with")
+    seeds: dict[str, list[int]] = Field(default_factory=dict)
+    rules: list[Rule] = Field(default_factory=list)
+    paper: dict[str, dict[str, list[float]]] = Field(
+        default_factory=dict, description="the paper's figures: by measure and row, in the order of the columns"
+    )
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One run of a suite."""
+
+    labels: Mapping[str, Label]
+    experiment: Experiment
+
+    @cached_property
+    def identity(self) -> str:
+        return identity(self.experiment, file_digests(self.experiment))
+
+    @property
+    def seed(self) -> int:
+        return self.experiment.seed
+
+    @property
+    def name(self) -> str:
+        """For people, and unique in its suite: the values on all axes and the seed."""
+        return f"{', '.join(label_text(axis, value) for axis, value in self.labels.items())}, seed {self.seed}"
+
+    @property
+    def folder(self) -> str:
+        words = "-".join(text(value) for value in self.labels.values())
+        return f"{re.sub(r'[^A-Za-z0-9.]+', '_', words).strip('_.')[:80].lower()}-seed{self.seed}-{self.identity[:8]}"
+
+
+def identity(experiment: Experiment, files: Mapping[str, str]) -> str:
+    """Equal for runs with equal results: how often they save or evaluate changes none, and neither does the name of the
+    preset whose values are all written out. The last ten rounds are evaluated in any case."""
+    values = experiment.resolved()
+    decisive = {name: value for name, value in values.items() if name not in UNDECISIVE}
+    method = {name: value for name, value in values["method"].items() if name != "preset"}
+    return hash_of({**decisive, "method": method, "files": dict(files)})
+
+
+@dataclass(frozen=True)
+class Suite:
+    name: str
+    title: str
+    axes: Mapping[str, Sequence[Label]]
+    rows: Sequence[str]
+    columns: Sequence[str]
+    measures: Sequence[str]
+    claim: str = ""
+    home: str = ""  # the suite in whose folder the runs are made
+    references: Sequence[str] = ()
+    seeds: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    experiment: Mapping[str, Any] = field(default_factory=dict)
+    keys: Mapping[str, str] = field(default_factory=dict)  # axes that stand for a key of the experiment
+    rules: Sequence[Rule] = ()
+    paper: Mapping[str, Mapping[str, Sequence[float]]] = field(default_factory=dict)
+
+    def cells(self, scale: str, seeds: Sequence[int] | None = None, only: Sequence[str] = ()) -> list[Cell]:
+        """The cells at this scale, seeds innermost; `only` chooses among them."""
+        every = [dict(zip(self.axes, values, strict=True)) for values in itertools.product(*self.axes.values())]
+        seeds = self.seeds.get(scale, [0]) if seeds is None else seeds
+        chosen = self._chosen(every, only)
+        return [Cell(labels, self._experiment(labels, scale, seed)) for labels in chosen for seed in seeds]
+
+    def _experiment(self, labels: Mapping[str, Label], scale: str, seed: int) -> Experiment:
+        values = _merged({}, self.experiment)
+        for rule in self.rules:
+            if rule.fits({**labels, "scale": scale}):
+                values = _merged(values, rule.set)
+        for axis, label in labels.items():
+            if axis in self.keys:
+                put(values, self.keys[axis], label)
+        try:
+            return Experiment.parse({**values, "seed": seed})
+        except ConfigError as error:
+            told = ", ".join(label_text(axis, value) for axis, value in labels.items())
+            raise ConfigError(f"{self.name}: {told}: {error}") from error
+
+    def row(self, labels: Mapping[str, Label]) -> str:
+        return ", ".join(text(labels[axis]) for axis in self.rows)
+
+    def column(self, labels: Mapping[str, Label]) -> tuple[str, ...]:
+        return tuple(label_text(axis, labels[axis]) for axis in self.columns)
+
+    def all_rows(self) -> list[str]:
+        return [", ".join(map(text, values)) for values in itertools.product(*[self.axes[axis] for axis in self.rows])]
+
+    def all_columns(self) -> list[tuple[str, ...]]:
+        return list(itertools.product(*[[label_text(axis, v) for v in self.axes[axis]] for axis in self.columns]))
+
+    def paper_value(self, row: str, column: tuple[str, ...], measure: str) -> float | None:
+        """The paper's figure in percent."""
+        values = self.paper.get(measure, {}).get(row)
+        return None if values is None else values[self.all_columns().index(column)]
+
+    def cuts(self, scale: str, seeds: Sequence[int] | None = None, only: Sequence[str] = ()) -> list[str]:
+        """What these cells have otherwise than at the scale `paper`, a line a key, found by comparing experiments."""
+        here, there = self.cells(scale, [0], only), self.cells("paper", [0], only)
+        found: dict[str, dict[tuple[str, str], list[Mapping[str, Label]]]] = {}
+        for cell, full in zip(here, there, strict=True):
+            values, paper = _flat(cell.experiment.resolved()), _flat(full.experiment.resolved())
+            for key in values.keys() | paper.keys():
+                pair = text(paper.get(key, "none")), text(values.get(key, "none"))
+                found.setdefault(key, {}).setdefault(pair, []).append(cell.labels)
+        lines = []
+        for key, pairs in sorted(found.items()):
+            changes = [
+                f"{now} instead of {was}{self._among(labels, [c.labels for c in here])}"
+                for (was, now), labels in pairs.items()
+                if was != now and key not in UNDECISIVE
+            ]
+            lines += [f"{key}: {'; '.join(changes)}"] if changes else []
+        ours = len(self.seeds.get(scale, [0]) if seeds is None else seeds)
+        theirs = len(self.seeds.get("paper", [0]))
+        return lines if ours == theirs else [*lines, f"seeds: {ours} instead of {theirs}"]
+
+    def departures(self, scale: str, only: Sequence[str] = ()) -> list[str]:
+        """What the rules of these cells say about how they differ from the paper, at every scale."""
+        cells = [{**cell.labels, "scale": scale} for cell in self.cells(scale, [0], only)]
+        return [rule.departure for rule in self.rules if rule.departure and any(map(rule.fits, cells))]
+
+    def _among(self, some: Sequence[Mapping[str, Label]], every: Sequence[Mapping[str, Label]]) -> str:
+        """Which cells these are, told by as few axes as it takes."""
+        if len(some) == len(every):
+            return ""
+        for count in range(1, len(self.axes) + 1):
+            for axes in itertools.combinations(self.axes, count):
+                kinds = list(dict.fromkeys(tuple(text(labels[axis]) for axis in axes) for labels in some))
+                if sum(tuple(text(labels[axis]) for axis in axes) in kinds for labels in every) == len(some):
+                    return f" ({', '.join(' '.join(kind) for kind in kinds)})"
+        return ""
+
+    def _chosen(self, every: list[dict[str, Label]], only: Sequence[str]) -> list[dict[str, Label]]:
+        """Terms about the same axes are alternatives; those about different ones must all hold."""
+        wanted: dict[tuple[str, ...], dict[str, set[str]]] = {}
+        for term in only:
+            matches = self._matches(term)
+            group = wanted.setdefault(tuple(matches), {})
+            for axis, labels in matches.items():
+                group.setdefault(axis, set()).update(labels)
+        return [
+            labels
+            for labels in every
+            if all(any(text(labels[axis]) in good for axis, good in group.items()) for group in wanted.values())
+        ]
+
+    def _matches(self, term: str) -> dict[str, list[str]]:
+        """The labels that a term such as `mnist` or `ir=100` names, by axis: equal to it, else containing it."""
+        axis, equals, value = term.partition("=")
+        axes = [axis] if equals else list(self.axes)
+        word = _plain(value if equals else term)
+        found: dict[str, list[str]] = {}
+        if word and set(axes) <= set(self.axes):
+            names = {axis: {text(label): self._aliases(axis, label) for label in self.axes[axis]} for axis in axes}
+            equal = {axis: [t for t, words in names[axis].items() if word in words] for axis in axes}
+            part = {axis: [t for t, words in names[axis].items() if any(word in w for w in words)] for axis in axes}
+            found = {axis: labels for axis, labels in (equal if any(equal.values()) else part).items() if labels}
+        if not found:
+            there = "; ".join(f"{axis} {', '.join(map(text, values))}" for axis, values in self.axes.items())
+            raise ConfigError(f"--only '{term}' names nothing of {self.name}; there is {there}")
+        return found
+
+    def _aliases(self, axis: str, label: Label) -> set[str]:
+        """The label, and what its rules call the source or the method: `cifar10` is not a part of CIFAR-100-LT."""
+        words = {_plain(text(label))}
+        for rule in self.rules:
+            if rule.when.keys() == {axis} and _alternatives(rule.when[axis]) == [label]:
+                words |= {
+                    _plain(rule.set[section][key])
+                    for section, key in (("data", "source"), ("method", "name"))
+                    if key in rule.set.get(section, {})
+                }
+        return words
+
+
+def names() -> list[str]:
+    """The suites that come with redgrape."""
+    return sorted(path.stem for path in _folder().glob("*.toml") if path.stem != SETTINGS)
+
+
+def load(name: str) -> Suite:
+    """The suite of this name."""
+    if name not in names():
+        raise unknown("suite", name, names())
+    return read(_folder() / f"{name}.toml")
+
+
+def read(path: Path) -> Suite:
+    """A suite from its file, which stands beside the settings that it shares with others."""
+    settings = _parsed(path.with_name(f"{SETTINGS}.toml"), Settings)
+    described = _parsed(path, Description)
+    cells = (
+        described if described.cells_of is None else _parsed(path.with_name(f"{described.cells_of}.toml"), Description)
+    )
+    suite = Suite(
+        name=path.stem,
+        title=described.title,
+        claim=described.claim,
+        home=described.cells_of or path.stem,
+        axes=cells.axes,
+        rows=cells.rows,
+        columns=cells.columns,
+        measures=described.measures,
+        references=cells.references,
+        seeds={**settings.seeds, **cells.seeds},
+        experiment=settings.experiment,
+        keys=settings.keys,
+        rules=[*settings.rules, *cells.rules],
+        paper=described.paper,
+    )
+    _check(suite, path)
+    return suite
+
+
+def _check(suite: Suite, path: Path) -> None:
+    """Raise ConfigError where a suite's parts do not fit together."""
+
+    def require(holds: bool, message: str) -> None:
+        if not holds:
+            raise ConfigError(f"'{path}': {message}")
+
+    for axis, labels in suite.axes.items():
+        require(bool(labels), f"axis '{axis}' has no values")
+        shown = axis in (*suite.rows, *suite.columns)
+        require(shown or len(labels) == 1, f"axis '{axis}' tells neither rows nor columns apart")
+        named = [value for rule in suite.rules for value in _alternatives(rule.when.get(axis, []))]
+        for label in labels:
+            require(axis in suite.keys or label in named, f"no rule says what {axis} '{text(label)}' means")
+    for axis in (*suite.rows, *suite.columns):
+        require(axis in suite.axes, f"there is no axis '{axis}'")
+    for measure in (*suite.measures, *suite.paper):
+        require(measure in FIGURES, f"'{measure}' is no measure; choose from {', '.join(FIGURES)}")
+    for row in suite.references:
+        require(row in suite.all_rows(), f"the reference '{row}' is none of the rows")
+    for measure, rows in suite.paper.items():
+        require(sorted(rows) == sorted(suite.all_rows()), f"paper.{measure} does not name the rows of the table")
+        for row, values in rows.items():
+            require(len(values) == len(suite.all_columns()), f"paper.{measure}.{row} has {len(values)} figures")
+
+
+def text(label: Any) -> str:
+    """A label as people write it: 100, not 100.0; different labels stay different."""
+    if isinstance(label, float) and math.isfinite(label):
+        return f"{label:g}" if float(f"{label:g}") == label else repr(label)
+    return str(label).lower() if isinstance(label, bool) else str(label)
+
+
+def label_text(axis: str, label: Label) -> str:
+    """With the axis where the value alone says too little."""
+    if axis == "ir":
+        return f"IR {text(label)}"
+    return text(label) if isinstance(label, str) and "." not in axis else f"{axis} {text(label)}"
+
+
+def _folder() -> Path:
+    for folder in FOLDERS:
+        if folder.is_dir():
+            return folder
+    raise ConfigError(f"the suites' files are not at '{FOLDERS[0]}'; install redgrape again")
+
+
+def _parsed(path: Path, model: type[M]) -> M:
+    try:
+        return model.model_validate(read_toml(path))
+    except ValidationError as error:
+        raise one_line(error, model, path.name) from error
+
+
+def _alternatives(wanted: Any) -> list[Any]:
+    return wanted if isinstance(wanted, list) else [wanted]
+
+
+def _plain(word: str) -> str:
+    """For comparing names: fed_focal is Fed-Focal."""
+    return re.sub(r"[^a-z0-9.]", "", word.lower())
+
+
+def _merged(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Both, section by section; what changes says stands."""
+    merged = dict(values)
+    for name, value in changes.items():
+        old = merged.get(name, {})
+        merged[name] = _merged(old if isinstance(old, dict) else {}, value) if isinstance(value, Mapping) else value
+    return merged
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in values.items():
+        flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
+    return flat

@@ -1,0 +1,98 @@
+"""Search for hyper-parameters with Optuna, on the validation set: the test set is not looked at.
+
+The sampler is seeded, and what it proposes follows from the results before. So a search that was killed goes on without
+a database: the same proposals come again, and their runs are found finished.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from redgrape.errors import ConfigError
+from redgrape.reading.suites import grid
+from redgrape.reading.suites.description import Label
+
+_RANGE = re.compile(r"(?P<low>[^,]+?)\.\.(?P<high>[^,]+?)(?P<log>:log)?")
+
+
+@dataclass(frozen=True)
+class Range:
+    """All numbers from low to high, evenly or by their order of magnitude; whole ones where both ends are."""
+
+    low: int | float
+    high: int | float
+    log: bool
+
+
+Space = Mapping[str, "Range | list[Label]"]
+
+
+def space(assignments: Sequence[str]) -> Space:
+    """`method.lam=0.01..1:log` is a range, `method.norm=joint,per_tensor` a choice."""
+    found: dict[str, Range | list[Label]] = {}
+    for assignment in assignments:
+        key, _, text = assignment.partition("=")
+        match = _RANGE.fullmatch(text.strip())
+        if match is None:
+            key, found[key.strip()] = grid.axis(assignment)
+            continue
+        low, high = (grid.value(key, match[end]) for end in ("low", "high"))
+        if not _is_number(low) or not _is_number(high) or not low < high:  # type: ignore[operator]  # both are numbers
+            raise ConfigError(f"'{assignment}' is no range; write low..high, for example method.lam=0.01..1:log")
+        if match["log"] and not low > 0:  # type: ignore[operator]
+            raise ConfigError(f"'{assignment}' cannot be searched by order of magnitude; its low end must be above 0")
+        found[key.strip()] = Range(low, high, bool(match["log"]))  # type: ignore[arg-type]
+    if not found:
+        raise ConfigError("a search needs at least one key, for example method.lam=0.01..1:log")
+    return found
+
+
+def _is_number(value: Label) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def proposals(
+    space: Space, trials: int, score: Callable[[Mapping[str, Label]], float | None]
+) -> Iterator[dict[str, Label]]:
+    """Each proposal, after it has been scored. A score of None is a failure, from which the sampler learns nothing."""
+    optuna = _optuna()
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    study = optuna.create_study(direction="maximize", sampler=optuna.samplers.TPESampler(seed=0))
+    for _ in range(trials):
+        trial = study.ask()
+        values = {key: _suggest(trial, key, choice) for key, choice in space.items()}
+        found = score(values)
+        if found is None:
+            study.tell(trial, state=optuna.trial.TrialState.FAIL)
+        else:
+            study.tell(trial, found)
+        yield values
+
+
+def _suggest(trial: Any, key: str, choice: Range | list[Label]) -> Label:
+    if isinstance(choice, list):
+        value: Label = (
+            choice[trial.suggest_int(key, 0, len(choice) - 1)]
+            if _has_lists(choice)
+            else (trial.suggest_categorical(key, choice))
+        )
+        return value
+    whole = isinstance(choice.low, int) and isinstance(choice.high, int)
+    suggest = trial.suggest_int if whole else trial.suggest_float
+    number: int | float = suggest(key, choice.low, choice.high, log=choice.log)
+    return number if whole else float(f"{number:.4g}")  # as it is printed, so that the best can be typed again
+
+
+def _has_lists(choice: list[Label]) -> bool:
+    return any(isinstance(value, list) for value in choice)
+
+
+def _optuna() -> Any:
+    try:
+        return importlib.import_module("optuna")
+    except ImportError as error:
+        raise ConfigError("--search needs Optuna: pip install redgrape[search]") from error

@@ -1,0 +1,456 @@
+"""The run folder: everything about one run, in files that a crash cannot spoil.
+
+    experiment.toml          what was run, everything written out
+    environment.json         on what: versions and machine
+    partition.safetensors    which training rows each client holds
+    metrics.jsonl            one line a round; equal in bits between equal runs
+    times.jsonl              wall-clock seconds a round, and with how many workers; apart because they never are equal
+    checkpoints/round-NNNNNN/{server,clients}.safetensors, description.toml, which is the experiment.toml of the time,
+                             and manifest.json with their checksums; the last two are kept
+    clients/NNNNNN.states    the clients' states, where they have any; clients.safetensors is the index to them
+    summary.json             the result, written after the last round
+    noise.key, privacy.jsonl what a run with noise needs and has spent (privacy_ledger.py)
+    SHA256SUMS               the checksums of the files above, those of the lines once the run is finished
+    lock                     held by the process that writes here
+
+A round is committed in this order: its line in metrics.jsonl, then its checkpoint. So a checkpoint never lacks a line,
+and lines after the newest good checkpoint are cut off before a run goes on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import safetensors
+import torch
+
+from redgrape import tree
+from redgrape.runs import checksums
+from redgrape.runs import durable
+from redgrape.runs.checksums import hash_of
+from redgrape.data.examples import Examples
+from redgrape.data.federation import Federation
+from redgrape.errors import BusyError, ConfigError, StorageError
+from redgrape.runs.experiment import Experiment, read_toml
+from redgrape.runs.client_states import StateFiles, StateFolder, files_in_use
+from redgrape.training import RunState
+
+FORMAT = 3
+OLDEST = 2  # the oldest format that can be read; it lacks the copy of the experiment
+KEPT = 2
+COPY = "description.toml"  # the experiment, in a checkpoint, which would be taken for a run with an experiment.toml
+CHECKPOINT_FILES = {"server.safetensors", "clients.safetensors", COPY}
+LINES = ("metrics.jsonl", "times.jsonl")
+MANIFEST_KEYS = {"format", "round", "rounds", "experiment", "files", "metrics"}
+
+
+class RunFolder:
+    def __init__(self, path: Path, made: Sequence[Path] | None = None) -> None:
+        self.path = path
+        self._states = StateFolder(path / "clients")
+        self._lines = hashlib.sha256()  # of metrics.jsonl, with its length
+        self._line_bytes = 0
+        self._made = made  # the folders that `create` made, the innermost first; None for a run of before
+
+    @classmethod
+    def create(cls, path: Path, experiment: Experiment) -> RunFolder:
+        with durable.storage_errors("make", path):
+            if path.exists() and (not path.is_dir() or not all(map(_is_leftover, path.iterdir()))):
+                raise ConfigError(
+                    f"'{path}' exists already; `redgrape resume {path}` continues it, --out names another folder"
+                )
+            durable.check_ordinary(path)
+            made = [folder for folder in (path, *path.parents) if not folder.exists()]
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        folder = cls(path, made)
+        try:
+            folder.write_experiment(experiment)
+        except StorageError:
+            folder.discard()
+            raise
+        return folder
+
+    def discard(self) -> None:
+        """Take back what `create` made, as long as no round is finished. A run of before stays as it is."""
+        if self._made is not None and not (self.path / "metrics.jsonl").exists():
+            for path in self.path.iterdir():
+                durable.remove(path)
+            for folder in self._made:
+                with suppress(OSError):  # others may have put something there
+                    folder.rmdir()
+
+    def remove(self) -> None:
+        """The whole run, unless somebody works on it."""
+        with self.locked():
+            durable.remove(self.path)
+
+    @classmethod
+    def open(cls, path: Path) -> RunFolder:
+        if not (path / "experiment.toml").is_file():
+            raise StorageError(f"'{path}' is not a run folder: it has no experiment.toml; `redgrape ls` lists runs")
+        durable.check_ordinary(path)
+        return cls(path)
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Held by one process at a time; the system lets go of it when the process ends, however it ends."""
+        with durable.storage_errors("lock", self.path):
+            file = (self.path / "lock").open("ab+", buffering=0)  # what a full disk does not take must not come again
+        with file:
+            with durable.storage_errors("lock", self.path):
+                if not try_lock(file.fileno()):
+                    file.seek(0)
+                    holder = file.read().decode(errors="replace").strip()
+                    raise BusyError(f"'{self.path}' is in use by another process ({holder}); wait for it to end")
+                file.truncate(0)
+                file.write(f"process {os.getpid()}".encode())
+            try:
+                yield
+            finally:
+                file.truncate(0)
+
+    def experiment(self) -> Experiment:
+        path = self.path / "experiment.toml"
+        try:
+            return Experiment.read(path)
+        except ConfigError as error:
+            if checksums.is_whole(self.path, path.name):  # it is of another redgrape, say, or needs a file that is gone
+                raise
+            raise StorageError(f"'{path}' has been edited or is damaged: {error}{self._copy()}") from error
+
+    def write_experiment(self, experiment: Experiment) -> None:
+        checksums.write(self.path, {"experiment.toml": experiment.to_toml().encode()})
+
+    def check_experiment(self, may_differ: Sequence[str] = ()) -> None:
+        """Raise StorageError where experiment.toml says something else than what redgrape wrote there."""
+        if checksums.is_whole(self.path, "experiment.toml"):
+            return
+        path = self.path / "experiment.toml"
+        copies = [checkpoint / COPY for checkpoint in self._checkpoints() if (checkpoint / COPY).exists()]
+        if not copies:
+            raise StorageError(f"'{path}' has been edited or is damaged; put it back, or start a new run with --out")
+        changes = differences(read_toml(copies[-1]), read_toml(path))
+        for key in may_differ:
+            changes.pop(key, None)
+        if changes:
+            longer = "; `redgrape resume --rounds` lets a run go on" if changes.keys() == {"rounds"} else ""
+            raise StorageError(f"'{path}' has been edited: {', '.join(changes.values())}{longer}{self._copy()}")
+
+    def _copy(self) -> str:
+        """Where the experiment is still to be found."""
+        copies = sorted((self.path / "checkpoints").glob(f"round-[0-9]*/{COPY}"))
+        return f"; '{copies[-1]}' is what it was" if copies else ""
+
+    def environment(self) -> dict[str, Any]:
+        if not (self.path / "environment.json").exists():
+            raise StorageError(f"'{self.path / 'environment.json'}' is missing")
+        if not checksums.is_whole(self.path, "environment.json"):
+            raise StorageError(f"'{self.path / 'environment.json'}' is damaged: its SHA-256 is not what it was")
+        environment: dict[str, Any] = _read_json(self.path / "environment.json")
+        if not isinstance(environment, dict) or "split" not in environment:
+            raise StorageError(f"'{self.path / 'environment.json'}' is damaged: it names no split")
+        return environment
+
+    def has_whole_times(self) -> bool:
+        return checksums.is_whole(self.path, "times.jsonl")
+
+    def has_partition(self) -> bool:
+        """Whether the file that tells who holds what is there and whole."""
+        path = self.path / "partition.safetensors"
+        return path.exists() and checksums.is_whole(self.path, path.name)
+
+    def write_environment(self, environment: Mapping[str, Any], federation: Federation | None) -> None:
+        """On what it runs, and who holds what, in rows of the source's file: client k has rows[ends[k-1]:ends[k]];
+        those held out for validation, and for the test where they come from the same file (empty where there are none).
+        None: who holds what is not known here.
+        """
+        split = {} if federation is None else {"partition.safetensors": _partition(federation)}
+        checksums.write(self.path, {**split, "environment.json": _json(environment)})
+
+    def is_partition(self, federation: Federation) -> bool:
+        """Whether the file that tells who holds what tells of this federation."""
+        with durable.storage_errors("read", self.path):
+            return (self.path / "partition.safetensors").read_bytes() == _partition(federation)
+
+    def states(self, num_clients: int) -> StateFiles:
+        """Where the states of a new run's clients are kept."""
+        return StateFiles(self._states, num_clients)
+
+    def append(self, record: Mapping[str, Any], seconds: Mapping[str, float]) -> None:
+        checksums.remove(self.path, LINES)
+        line = json.dumps(record)
+        durable.append_line(self.path / "metrics.jsonl", line)
+        self._count_line(line.encode() + b"\n")
+        durable.append_line(self.path / "times.jsonl", json.dumps({"round": record["round"], **seconds}))
+
+    def _count_line(self, line: bytes) -> None:
+        self._lines.update(line)
+        self._line_bytes += len(line)
+
+    def metrics(self) -> list[dict[str, Any]]:
+        return _read_lines(self.path / "metrics.jsonl")
+
+    def times(self) -> list[dict[str, Any]]:
+        return _read_lines(self.path / "times.jsonl")
+
+    def cut_after(self, round: int) -> None:
+        """Drop what came after the newest good checkpoint: damaged ones, and all lines beyond those it vouches for."""
+        for newer in [path for path in self._checkpoints() if _round_of(path) > round]:
+            durable.remove(newer)
+        self._remove_old()  # a kill between a save and this would leave them, where it was the last
+        size = self._manifest(self._checkpoint(round))["metrics"]["bytes"] if round else 0
+        self._lines, self._line_bytes = hashlib.sha256(), 0
+        for name in LINES:
+            path = self.path / name
+            if path.exists():
+                data = path.read_bytes()
+                kept = data[:size] if name == "metrics.jsonl" else _times_up_to(round, data)
+                if kept != data:
+                    checksums.remove(self.path, LINES)
+                    durable.replace_file(path, kept)
+                if name == "metrics.jsonl":
+                    self._count_line(kept)
+
+    def save(self, state: RunState, experiment: Experiment) -> None:
+        files = {"server.safetensors": tree.to_bytes(state.server), COPY: experiment.to_toml().encode()}
+        if state.clients:
+            assert isinstance(state.clients, StateFiles)
+            self._states.commit()
+            files["clients.safetensors"] = tree.to_bytes(state.clients.to_index())
+        manifest = {
+            "format": FORMAT,
+            "round": state.round,
+            "rounds": experiment.rounds,
+            "experiment": hash_of({**read_toml(self.path / "experiment.toml"), "rounds": experiment.rounds}),
+            "files": {name: _digest(data) for name, data in files.items()},
+            "metrics": {"bytes": self._line_bytes, "sha256": self._lines.hexdigest()},
+        }
+        durable.create_folder(self._checkpoint(state.round), {**files, "manifest.json": _json(manifest)})
+        self._remove_old()
+
+    def _remove_old(self) -> None:
+        """Keep the last checkpoints, and the client states that they need."""
+        for old in self._checkpoints()[:-KEPT]:
+            durable.remove(old)
+        self._remove_unused_states()
+
+    def _remove_unused_states(self) -> None:
+        """Of the files with client states keep those that a checkpoint needs."""
+        if self._states.path.exists():
+            indices = [path / "clients.safetensors" for path in self._checkpoints()]
+            with durable.storage_errors("read", self.path), suppress(StorageError):  # then it is not known which
+                used = [files_in_use(index.read_bytes()) for index in indices if index.exists()]
+                self._states.keep_only(set().union(*used))
+
+    def latest(self) -> tuple[RunState | None, list[str]]:
+        """The newest checkpoint that is whole, and what was wrong with newer ones."""
+        wrong: list[str] = []
+        for path in reversed(self._checkpoints()):
+            try:
+                return self._load(path), wrong
+            except StorageError as error:
+                wrong.append(str(error))
+        if wrong:
+            raise StorageError(f"no checkpoint of '{self.path}' is whole: {wrong[0]}")
+        return None, wrong
+
+    def _load(self, path: Path) -> RunState:
+        manifest = self._manifest(path)
+        data = {}
+        for name, digest in manifest["files"].items():
+            with durable.storage_errors("read", path / name):
+                data[name] = (path / name).read_bytes()
+            if _digest(data[name]) != digest:
+                raise StorageError(f"'{path / name}' is damaged: its SHA-256 is not that of the manifest")
+        with durable.storage_errors("read", self.path / "metrics.jsonl"):
+            lines = (self.path / "metrics.jsonl").read_bytes()
+        if not _is_prefix(lines, manifest["metrics"]):
+            raise StorageError(f"'{self.path / 'metrics.jsonl'}' is damaged: it does not begin as '{path}' says")
+        try:
+            server = tree.from_bytes(data["server.safetensors"])
+            index = tree.from_bytes(data["clients.safetensors"]) if "clients.safetensors" in data else None
+        except (safetensors.SafetensorError, ValueError) as error:
+            raise StorageError(f"'{path}' cannot be read: {error}") from error
+        if index is None:
+            return RunState(manifest["round"], server)
+        try:
+            return RunState(manifest["round"], server, StateFiles.from_index(self._states, index))
+        except StorageError as error:
+            raise StorageError(f"'{path}' is not whole: {error}") from error
+
+    def _manifest(self, path: Path) -> dict[str, Any]:
+        """The manifest, once it says what one of this checkpoint must say."""
+        manifest = _read_json(path / "manifest.json")
+        described = read_toml(self.path / "experiment.toml")  # unparsed: a later redgrape may know more keys
+        if isinstance(manifest, dict) and isinstance(version := manifest.get("format"), int) and version > FORMAT:
+            raise StorageError(f"'{path}' has format {version}, newer than this redgrape reads ({FORMAT})")
+        if isinstance(manifest, dict) and manifest.get("format") in range(OLDEST):
+            raise StorageError(
+                f"'{path}' has format {manifest['format']}, older than this redgrape reads ({OLDEST}); finish the run "
+                "with the redgrape that began it"
+            )
+        try:
+            digests = [manifest["metrics"], *manifest["files"].values()]
+            whole = (
+                manifest.keys() <= MANIFEST_KEYS
+                and OLDEST <= manifest["format"] <= FORMAT
+                and self._checkpoint(manifest["round"]) == path
+                and {"server.safetensors"} <= manifest["files"].keys() <= CHECKPOINT_FILES
+                and all(digest["bytes"] >= 0 for digest in digests)
+            )
+            rounds = manifest.get("rounds", described["rounds"])
+            same = hash_of({**described, "rounds": rounds}) == manifest["experiment"] and rounds <= described["rounds"]
+        except (KeyError, TypeError, ValueError, AttributeError):
+            whole = same = False
+        if not whole:
+            raise StorageError(f"'{path / 'manifest.json'}' is damaged")
+        if not same:
+            raise StorageError(f"'{path}' is of another experiment than experiment.toml describes{_changes(path)}")
+        checked: dict[str, Any] = manifest
+        return checked
+
+    def newest_round(self) -> int:
+        """The round of the newest checkpoint, whole or not."""
+        return max(map(_round_of, self._checkpoints()), default=0)
+
+    def _checkpoint(self, round: int) -> Path:
+        return self.path / "checkpoints" / f"round-{round:06d}"
+
+    def _checkpoints(self) -> list[Path]:
+        return sorted((self.path / "checkpoints").glob("round-[0-9]*"), key=_round_of)
+
+    def sweep(self) -> None:
+        """Remove what a crash in the middle of a save left behind."""
+        for leftover in [*self.path.glob(".*.tmp"), *(self.path / "checkpoints").glob(".*.tmp")]:
+            durable.remove(leftover)
+        self._remove_unused_states()
+
+    def write_summary(self, summary: Mapping[str, Any]) -> None:
+        """The end of a run: its lines are listed now, since they will not change any more."""
+        checksums.add(self.path, LINES)
+        checksums.write(self.path, {"summary.json": _json(summary)})
+
+    def summary(self) -> dict[str, Any] | None:
+        path = self.path / "summary.json"
+        if not checksums.is_whole(self.path, path.name):
+            raise StorageError(f"'{path}' is damaged; `redgrape resume {self.path}` writes it anew")
+        return _read_json(path) if path.exists() else None
+
+
+def differences(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+    """{"method.lr": "method.lr was 0.1 and is 0.2"}, for every key that differs."""
+    found: dict[str, str] = {}
+    for key in [*before, *[key for key in now if key not in before]]:
+        old, new = before.get(key, "missing"), now.get(key, "missing")
+        if isinstance(old, Mapping) and isinstance(new, Mapping):
+            found |= differences(old, new, f"{prefix}{key}.")
+        elif old != new or type(old) is not type(new):
+            found[f"{prefix}{key}"] = f"{prefix}{key} was {old} and is {new}"
+    return found
+
+
+def _changes(checkpoint: Path) -> str:
+    """What differs between the experiment of a checkpoint and that of its run, where the former is known."""
+    copy = checkpoint / COPY
+    if not copy.exists():
+        return ""
+    found = differences(read_toml(copy), read_toml(checkpoint.parents[1] / "experiment.toml"))
+    return f": {', '.join(found.values())}"
+
+
+def try_lock(fd: int) -> bool:
+    """Whether this process has the lock of an open file now."""
+    try:
+        import fcntl
+    except ImportError:  # Windows
+        import msvcrt
+
+        try:
+            msvcrt.locking(fd, msvcrt.LK_NBLCK, 1)  # type: ignore[attr-defined]  # exists on Windows only
+        except OSError:
+            return False
+        return True
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _round_of(checkpoint: Path) -> int:
+    digits = checkpoint.name.removeprefix("round-")
+    return int(digits) if digits.isdecimal() else 0
+
+
+def _is_leftover(path: Path) -> bool:
+    """Whether it is what a crash in the middle of a write left behind."""
+    return (path.name.startswith(".") and path.name.endswith(".tmp")) or path.name == checksums.NAME
+
+
+def _partition(federation: Federation) -> bytes:
+    rows = torch.from_numpy(np.concatenate(federation.parts))
+    arrays = {
+        "rows": rows if federation.train.rows is None else federation.train.rows[rows],
+        "ends": torch.from_numpy(np.cumsum([len(part) for part in federation.parts])),
+        "validation": _rows_of(federation.validation),
+        "auxiliary": _rows_of(federation.auxiliary),
+        "test": _rows_of(federation.test),
+    }
+    return tree.to_bytes(arrays)
+
+
+def _rows_of(examples: Examples | None) -> torch.Tensor:
+    return torch.zeros(0, dtype=torch.int64) if examples is None or examples.rows is None else examples.rows
+
+
+def _json(value: Any) -> bytes:
+    return json.dumps(value, indent=2).encode() + b"\n"
+
+
+def _read_json(path: Path) -> Any:
+    with durable.storage_errors("read", path):
+        data = path.read_bytes()
+    try:
+        return json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise StorageError(f"'{path}' is damaged: {error}") from error
+
+
+def _digest(data: bytes) -> dict[str, Any]:
+    return {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+
+
+def _is_prefix(data: bytes, digest: Mapping[str, Any]) -> bool:
+    return _digest(data[: digest["bytes"]]) == digest
+
+
+def _whole_lines(path: Path) -> list[bytes]:
+    if not path.exists():
+        return []
+    with durable.storage_errors("read", path):
+        return path.read_bytes().split(b"\n")[:-1]  # what follows the last line break is a line cut short
+
+
+def _times_up_to(round: int, data: bytes) -> bytes:
+    """The lines of these first rounds, one for each; damaged ones are left out."""
+    kept: dict[int, bytes] = {}
+    for line in data.split(b"\n")[:-1]:
+        with suppress(ValueError, TypeError, KeyError, RecursionError):
+            number = json.loads(line)["round"]
+            if number <= round:
+                kept[number] = line + b"\n"
+    return b"".join(kept.values())
+
+
+def _read_lines(path: Path) -> list[dict[str, Any]]:
+    try:
+        return [json.loads(line) for line in _whole_lines(path)]
+    except (ValueError, RecursionError) as error:
+        raise StorageError(f"'{path}' is damaged: {error}") from error

@@ -1,0 +1,444 @@
+"""Runs: an experiment carried out in its folder, from the beginning or from where it was left."""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+import redgrape
+from redgrape import tree
+from redgrape.data.examples import Pixels
+from redgrape.data.federation import Federation
+from redgrape.data.prepare import prepare
+from redgrape.data.sources import DATASETS
+from redgrape.privacy.disclosure import told_by
+from redgrape.engines import ClientHalf, Engine
+from redgrape.errors import ConfigError, DataError, StorageError
+from redgrape.runs.experiment import Experiment
+from redgrape.method import Site
+from redgrape.determinism import same_bits_everywhere
+from redgrape.privacy.ledger import PrivacyLedger
+from redgrape.runs.folder import RunFolder
+from redgrape.training import RunState, Step, Training, exchanged
+from redgrape.tree import Tensors, Tree
+
+LAST = 10  # a run's result is the mean over this many last evaluations, as in the paper
+DECIDING = ("redgrape", "torch", "numpy", "platform", "machine", "cpu", "device", "stack")  # what could change bits
+REMEDY = "put back what was, name another folder with --out, or run it again with --overwrite"
+FIGURES = ("accuracy", "balanced", "head", "middle", "tail")
+
+
+class Run:
+    """One run in its folder. `steps()` carries it out; what was done before is not done again.
+
+    for step in Run(RunFolder.open(path), workers=2).steps():
+        ...
+    """
+
+    knows_partition = True  # whether it is known here which client holds what
+
+    def __init__(
+        self,
+        folder: RunFolder,
+        *,
+        workers: int,
+        device: str = "cpu",
+        data_root: Path | None = None,
+        allow_changes: bool = False,
+        deadline: float | None = None,
+        stack: int = 1,
+        rounds: int | None = None,
+    ) -> None:
+        """`rounds`: let the run go on to this many."""
+        self.folder = folder
+        self.experiment = folder.experiment() if rounds is None else folder.experiment().with_rounds(rounds)
+        self._is_extended = rounds is not None
+        self.ledger = PrivacyLedger(folder.path)
+        self.workers, self.device, self.data_root, self.allow_changes = workers, device, data_root, allow_changes
+        self.deadline, self.stack = deadline, stack
+        self.notes: list[str] = []  # what a person should know, such as a damaged checkpoint that was passed over
+
+    def steps(self) -> Iterator[Step]:
+        """The rounds that are still to be done, each committed before it is yielded."""
+        with self.folder.locked():
+            self.folder.check_experiment(may_differ=["rounds"] if self._is_extended else [])
+            state, wrong = self.folder.latest()
+            before = self._environment_before(state)
+            self._check_files(before)
+            if not self.folder.has_whole_times():
+                self.notes.append("times.jsonl is damaged, which changes no result")
+            self.notes += [f"{reason}; going on from round {state.round if state else 0}" for reason in wrong]
+            confusion = self._known_confusion(state) if before is not None else None
+            if confusion is not None:
+                self._put_in_order(state)
+            else:
+                federation = self._prepare()
+                environment = self._checked_environment(federation, before, state)
+                with self._training(federation, state) as training:
+                    if state is not None:
+                        check_model(state, training.build().state_dict(), self.folder)
+                    model = self.experiment.first_model(federation) if state is None else None
+                    self._put_in_order(state)
+                    if environment is not None:
+                        self.folder.write_environment(environment, federation if self.knows_partition else None)
+                    states = self.folder.states(federation.num_clients)
+                    if self.stack > 1:
+                        self.notes.append(
+                            f"up to {self.stack} clients of equal size were trained as one: figures agree with those "
+                            "of single ones to rounding"
+                        )
+                    account = partial(self._account, training)
+                    for step in training.steps(state, model, states, self.folder.path, account):
+                        self.folder.append(step.record, {**step.seconds, "workers": self.workers})
+                        last = step.state.round == self.experiment.rounds
+                        if last or step.state.round % self.experiment.checkpoint_every == 0:
+                            self.folder.save(step.state, self.experiment)
+                        state = step.state
+                        self._note_lost(step.record)
+                        yield step
+                    assert state is not None  # there is at least one round
+                    self.notes += self._refused_throughout()
+                    confusion = training.engine.evaluate(state.server["model"], "test").confusion.tolist()
+            assert state is not None
+            self.folder.write_summary(summarize(self.folder, self.experiment, state, confusion))
+
+    def _put_in_order(self, state: RunState | None) -> None:
+        """Make the folder one that can be gone on with. What would be refused has been by now: nothing is written, and
+        nothing removed, before."""
+        self.folder.sweep()
+        if self._is_extended:
+            self.folder.write_experiment(self.experiment)
+        self.folder.cut_after(state.round if state else 0)
+
+    def _note_lost(self, record: Mapping[str, Any]) -> None:
+        """Once for each client; metrics.jsonl names every round."""
+        for client, reason in record["lost"].items():
+            if not any(note.startswith(f"client {client} failed") for note in self.notes):
+                self.notes.append(
+                    f"client {client} failed three times in round {record['round']} and was left out of it ({reason}); "
+                    "metrics.jsonl tells of every such round, under 'lost'"
+                )
+
+    def _refused_throughout(self) -> list[str]:
+        """The clients none of whose answers counted, though they gave some, in the whole run."""
+        records = self.folder.metrics()
+        counted = {str(k) for record in records for k in record["answered"]}
+        last = {k: (record["round"], reason) for record in records for k, reason in record["rejected"].items()}
+        return [
+            f"{self._client_name(int(k))} was refused in every round that it answered (in round {round}: {reason}); "
+            "metrics.jsonl tells of every such round, under 'rejected'"
+            for k, (round, reason) in sorted(last.items(), key=lambda item: int(item[0]))
+            if k not in counted
+        ]
+
+    def _client_name(self, client: int) -> str:
+        return f"client {client}"
+
+    def _check_files(self, before: Mapping[str, Any] | None) -> None:
+        """Raise ConfigError where the method's own file is not what it was when the run began."""
+        known = (before or {}).get("files", {})
+        for name, digest in _digests(self.experiment.method.name).items():
+            if known.get(name, digest) != digest:
+                raise ConfigError(
+                    f"'{name}' has changed since '{self.folder.path}' began; start a new run with --out, or put "
+                    "the old file back"
+                )
+
+    def _account(self, training: Training, state: RunState) -> dict[str, Any]:
+        """Write down what a round with noise spends, before anybody gets what it made."""
+        exchange = training.exchange
+        if mechanisms := exchange.mechanisms(training.parts, training.federation.num_classes):
+            clients = [k for k in state.record["answered"] if k not in state.record.get("left_out", [])]
+            spent = self.ledger.spend(state.round, clients, digest_of_state(state), mechanisms, exchange.delta)
+            return {"epsilon": spent}
+        return {}
+
+    def _training(self, federation: Federation, state: RunState | None) -> Training:
+        e = self.experiment
+        method = e.method.create()
+        secret = None
+        if e.exchange.mechanisms(exchanged(method, site_of(e, federation))[0], 1):
+            self.ledger.require(state.round if state else 0)
+            if e.exchange.randomness == "secret":
+                secret = self.ledger.secret(is_new=state is None)
+        return Training(
+            method,
+            federation,
+            e.builder(federation),
+            rounds=e.rounds,
+            clients_per_round=e.clients_per_round,
+            seed=e.seed,
+            workers=self.workers,
+            device=self.device,
+            evaluate_every=e.evaluate_every,
+            min_answers=e.min_answers,
+            deadline=self.deadline,
+            stack=self.stack,
+            exchange=e.exchange,
+            secret=secret,
+            engine=self._engine(),
+        )
+
+    def _engine(self) -> Callable[[ClientHalf], Engine] | None:
+        """What makes an engine of another kind than those of this machine."""
+        return None
+
+    def _prepare(self) -> Federation:
+        return prepare(self.experiment.data, self.experiment.seed, self.data_root)
+
+    def _environment(self, federation: Federation, before: Mapping[str, Any] | None) -> dict[str, Any]:
+        """On what it runs, and what a reader must know of the data."""
+        here = machine(self.device) | about(federation)
+        files = file_digests(self.experiment) if before is None else before.get("files", {})
+        return here | {"files": files, "stack": self.stack}
+
+    def _has_partition(self) -> bool:
+        return not self.knows_partition or self.folder.has_partition()
+
+    def _checked_environment(
+        self, federation: Federation, before: Mapping[str, Any] | None, state: RunState | None
+    ) -> dict[str, Any] | None:
+        """The environment to be written, None where the old one stands; raises where the run cannot go on here."""
+        here = self._environment(federation, before)
+        here["told"] = told(self.experiment, federation)
+        history = list((before or {}).get("changes", []))
+        if before is None:
+            if state is None:
+                return here
+            if self.knows_partition and self.folder.has_partition() and not self.folder.is_partition(federation):
+                raise DataError(
+                    f"the data of '{self.folder.path}' has changed since it began: the split is not that of "
+                    "partition.safetensors; put the old data back or start a new run"
+                )
+            return here | {"changes": [{"after_round": state.round, "environment.json": ["lost", "written anew"]}]}
+        for name in ("split", "data"):
+            if before.get(name, here[name]) != here[name]:
+                raise DataError(
+                    f"the data of '{self.folder.path}' has changed since it began: the {name} was "
+                    f"{before[name][:12]} and is {here[name][:12]}; put the old data back or start a new run"
+                )
+        changed = [name for name in DECIDING if before.get(name, here[name]) != here[name]]
+        if changed and state is not None:  # before the first checkpoint nothing depends on it
+            words = ", ".join(f"{name} {before[name]} and is {name} {here[name]} now" for name in changed)
+            if not self.allow_changes:
+                raise ConfigError(
+                    f"'{self.folder.path}' began with {words}, so that its bits may differ; go on where it began, or "
+                    "accept that with --allow-changes"
+                )
+            self.notes.append(f"the run began with {words}: bits may differ")
+            history += [{"after_round": state.round, **{name: [before[name], here[name]] for name in changed}}]
+        if not self._has_partition():
+            self.notes.append("partition.safetensors was damaged or missing and is written anew")
+        elif not changed:
+            return None
+        return here | ({"changes": history} if history else {})
+
+    def _environment_before(self, state: RunState | None) -> dict[str, Any] | None:
+        """What the run began on; None at its beginning."""
+        if state is None and not (self.folder.path / "environment.json").exists():
+            return None
+        try:
+            return self.folder.environment()
+        except StorageError as error:
+            if not self.allow_changes:
+                raise StorageError(f"{error}; --allow-changes goes on without what it said") from error
+            self.notes.append(f"{error}; it is written anew, without what it said")
+            return None
+
+    def _known_confusion(self, state: RunState | None) -> list[list[int]] | None:
+        """The final model's confusion matrix, where the run is finished and its summary has it. It is in the summary
+        alone: in every round's line it would swell the metrics."""
+        if state is None or state.round < self.experiment.rounds or not self._has_partition():
+            return None
+        try:
+            summary = self.folder.summary() or {}
+            confusion: list[list[int]] | None = summary.get("confusion")
+            return confusion if summary.get("state") == digest_of_state(state) else None
+        except (StorageError, AttributeError):
+            self.notes.append("summary.json is damaged and is written anew")
+            return None
+
+
+def site_of(experiment: Experiment, federation: Federation) -> Site:
+    """The place before the first round, where it is told what an experiment exchanges."""
+    place = (experiment.builder(federation), federation.num_clients, federation.num_classes)
+    return Site(*place, experiment.seed, 0, experiment.rounds, torch.device("cpu"))
+
+
+def told(experiment: Experiment, federation: Federation) -> dict[str, Any]:
+    """What a run of this experiment discloses."""
+    method = experiment.method.create()
+    parts, survey = exchanged(method, site_of(experiment, federation))
+    return told_by(experiment.exchange, parts, survey, method.needs_single(), federation.num_classes)
+
+
+def check_model(state: RunState, model: Tensors, folder: RunFolder) -> None:
+    """Raise StorageError where a checkpoint, which may be a stranger's, holds another model than this one."""
+    stored = state.server.get("model")
+    found = {name: t.shape for name, t in tree.flatten(stored).items()} if isinstance(stored, Mapping) else {}
+    if found != {name: t.shape for name, t in model.items()}:
+        raise StorageError(
+            f"the checkpoint of round {state.round} in '{folder.path}' is of another model than the experiment's"
+        )
+
+
+def file_digests(experiment: Experiment) -> dict[str, str]:
+    """SHA-256 of the file of one's own method, and of that with the first weights: the description has their names."""
+    return _digests(experiment.method.name, experiment.net.weights)
+
+
+def _digests(method: str, weights: str | None = None) -> dict[str, str]:
+    paths = [Path(name) for name in (method if method.endswith(".py") else None, weights) if name is not None]
+    try:
+        return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in paths}
+    except OSError as error:
+        raise DataError(f"cannot read '{error.filename}': {error.strerror}") from error
+
+
+class Present:
+    """What a run would record of data, files and machine if it began now. Data is read once for each split."""
+
+    def __init__(self, device: str, stack: int, data_root: Path | None, *, allow_changes: bool = False) -> None:
+        self._machine = machine(device) | {"stack": stack}
+        self._data_root, self._allow_changes = data_root, allow_changes
+        self._splits: dict[str, dict[str, str]] = {}
+
+    def changes(self, experiment: Experiment, environment: Mapping[str, Any], *, is_record: bool = False) -> list[str]:
+        """`the split was 0a1b and is 2c3d`, for all that a run of this experiment has otherwise than one of now would
+        have. Of a record the machine is not asked: its figures are published, and a table tells where it was made."""
+        before = {**environment, **_as_files(environment.get("files", {}))}
+        now = {**self._split(experiment), **_as_files(file_digests(experiment))}
+        if not is_record and not self._allow_changes:
+            now |= {name: self._machine[name] for name in DECIDING}
+        return [
+            f"the {name} was {str(before[name])[:12]} and is {str(value)[:12]}"
+            for name, value in now.items()
+            if before.get(name, value) != value
+        ]
+
+    def _split(self, experiment: Experiment) -> dict[str, str]:
+        key = f"{experiment.seed} {experiment.data.model_dump_json()}"
+        if key not in self._splits:
+            federation = prepare(experiment.data, experiment.seed, self._data_root)
+            public = experiment.data.source in DATASETS  # its files are checked: the split tells all
+            told = {} if public else {"data": contents(federation)}
+            self._splits[key] = {"split": federation.fingerprint(), **told}
+        return self._splits[key]
+
+
+def _as_files(digests: Mapping[str, str]) -> dict[str, str]:
+    return {f"file '{name}'": digest for name, digest in digests.items()}
+
+
+def machine(device: str) -> dict[str, Any]:
+    """What could change bits, or explain a difference."""
+    return {
+        "redgrape": redgrape.__version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "numpy": np.__version__,
+        "platform": sys.platform,
+        "machine": platform.machine(),
+        "cpu": torch.backends.cpu.get_cpu_capability(),  # the widest instructions that torch uses
+        "device": device,
+    }
+
+
+def about(federation: Federation) -> dict[str, Any]:
+    """What a reader of the run must know of the data."""
+    train = federation.train
+    return {
+        "split": federation.fingerprint(),
+        "data": contents(federation),
+        "input": input_of(federation.input_shape, train.pixels if train.x.dtype == torch.uint8 else None),
+        "class_names": federation.class_names,
+        "class_counts": federation.class_counts.tolist(),
+        "test_counts": federation.counts("test"),
+        "validation_counts": federation.counts("validation"),
+        "client_names": federation.client_names,
+        "client_counts": federation.client_counts.tolist(),
+        "groups": groups_of(federation),
+    }
+
+
+def input_of(shape: tuple[int, ...], pixels: Pixels | None) -> dict[str, Any]:
+    """How inputs look before a net sees them."""
+    return {
+        "shape": list(shape),
+        "dtype": "float" if pixels is None else "uint8",
+        "pixels": None if pixels is None else {"divided_by": 255, "mean": pixels.mean, "std": pixels.std},
+    }
+
+
+def groups_of(federation: Federation) -> dict[str, Any]:
+    groups = federation.groups
+    return {"head": groups.head, "middle": groups.middle, "tail": groups.tail}
+
+
+def contents(federation: Federation) -> str:
+    """SHA-256 over what the split's rows hold, the clients' and those for evaluation."""
+    digest = hashlib.sha256()
+    clients = federation.train.take(np.concatenate(federation.parts))  # one after another
+    for examples in (clients, federation.test, federation.validation, federation.auxiliary):
+        if examples is not None:
+            digest.update(examples.labels.numpy().astype("<i8").tobytes())
+            for start in range(0, len(examples), 4096):  # in blocks: x may be larger than memory
+                rows = torch.arange(start, min(start + 4096, len(examples)))
+                rows = rows if examples.rows is None else examples.rows[rows]
+                digest.update(examples.x[rows].contiguous().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def summarize(folder: RunFolder, experiment: Experiment, state: RunState, confusion: list[list[int]]) -> dict[str, Any]:
+    """The run's result: means over the last evaluations, and what explains the final model's mistakes."""
+    evaluated = [record for record in folder.metrics() if "test" in record][-LAST:]
+    tests = [record["test"] for record in evaluated]
+    return {
+        "experiment": experiment.hash(),
+        "method": experiment.method.name,
+        "extra_data": experiment.method.create().uses_auxiliary,
+        "seed": experiment.seed,
+        "rounds": experiment.rounds,
+        "split": folder.environment()["split"],
+        "state": digest_of_state(state),
+        "averaged_rounds": [record["round"] for record in evaluated],
+        "mean_of_last": _means(tests),
+        "validation": _means([record["validation"] for record in evaluated if "validation" in record]) or None,
+        "per_class": [_mean(values) for values in zip(*[test["per_class"] for test in tests], strict=True)],
+        "last": tests[-1],
+        "confusion": confusion,
+        "classifier_norms": classifier_norms(state.server),
+    }
+
+
+def classifier_norms(server: Tree) -> dict[str, list[float]]:
+    """The norm of each class's weights in the deployed classifier (`model`), and in those that serve training only."""
+    deployed = server["model"]["classifier.weight"]
+    classifiers = {"model": deployed}
+    for name, group in server.items():
+        weight = group.get("weight") if isinstance(group, Mapping) else None
+        if isinstance(weight, torch.Tensor) and weight.shape == deployed.shape and not torch.equal(weight, deployed):
+            classifiers[name] = weight
+    with same_bits_everywhere():
+        return {name: w.double().norm(dim=1).tolist() for name, w in classifiers.items()}
+
+
+def digest_of_state(state: RunState) -> str:
+    return hashlib.sha256(tree.to_bytes(state.server)).hexdigest()
+
+
+def _means(scores: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
+    return {figure: _mean([score[figure] for score in scores]) for figure in FIGURES} if scores else {}
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else None

@@ -1,0 +1,579 @@
+"""Secure sums by themselves, and a deployment's engine and sites with them: no SuperLink is started here
+(test_deploy_secure.py starts one)."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("flwr")
+
+from cryptography.fernet import InvalidToken
+from deployments import SITES, Federated, locally
+from flwr.common.secure_aggregation import secaggplus_utils
+from test_deploy_parts import RUN, FakeGrid, _question, _run, options
+
+from redgrape import tree
+from redgrape.cli import main as cli
+from redgrape.deploy.protocol import secure_sum, wire
+from redgrape.deploy.protocol.secure_sum import STAGES, Member, SumFailed, Summed, threshold
+from redgrape.deploy.protocol.site import Site
+from redgrape.deploy.protocol.wire import Reply
+from redgrape.deploy.setup.create import create, deployed
+from redgrape.deploy.setup.folder import Deployment, SiteFolder
+from redgrape.engines import Lost
+from redgrape.errors import ConfigError, Diverged, TooFewClients
+from redgrape.exchange import fixed_point
+from redgrape.privacy.disclosure import disclosed, in_words
+from redgrape.reading.run_tables import RunView
+from redgrape.runs.experiment import Experiment
+from redgrape.runs.folder import RunFolder
+
+Numbers = np.ndarray[Any, np.dtype[np.int64]]
+
+
+class Party:
+    """Sites of a sum in this process. `drops`: the stage from which on a site gives no answer. `changed`: what is made
+    of a site's answer on its way."""
+
+    def __init__(
+        self,
+        sites: int,
+        drops: Mapping[int, str] | None = None,
+        changed: Callable[[int, str, Reply], Reply | Lost] = lambda k, stage, reply: reply,
+    ) -> None:
+        stream = torch.Generator().manual_seed(sites)
+        self.values = [
+            {"x": torch.randn(40, generator=stream), "n": torch.tensor([k, 10**6, -1])} for k in range(sites)
+        ]
+        self.members = [Member(k) for k in range(sites)]
+        self.drops, self.changed = drops or {}, changed
+        self.asked: list[str] = []
+        self.seen: list[tuple[int, str, Reply]] = []
+
+    def ask(self, stage: str, letters: secure_sum.Letters) -> Iterator[tuple[int, Reply | Lost]]:
+        self.asked.append(stage)
+        for k, (header, parts) in letters.items():
+            if k in self.drops and STAGES.index(stage) >= STAGES.index(self.drops[k]):
+                yield k, Lost(f"site {k} is gone")
+                continue
+            more, numbers = {}, None
+            if stage == "masked":
+                layout, numbers = fixed_point.encode(self.values[k], len(self.values))
+                more = {"layout": layout}
+            reply = self.changed(k, stage, Reply(more, self.members[k].answer(stage, header, parts, numbers)))
+            if isinstance(reply, Reply):
+                self.seen.append((k, stage, reply))
+            yield k, reply
+
+    def sum(self, fewest: int = 1) -> Summed:
+        return secure_sum.secure_sum(range(len(self.values)), self.ask, fewest)
+
+    def is_right(self, summed: Summed) -> bool:
+        inside = [self.values[k] for k in summed.answered]
+        error = (summed.total["x"] - torch.stack([v["x"].double() for v in inside]).sum(dim=0)).abs().max()
+        whole = torch.equal(summed.total["n"], torch.stack([v["n"] for v in inside]).sum(dim=0))
+        return whole and float(error) <= fixed_point.error_of_sum(len(inside))
+
+
+def _drops(sites: int) -> Iterator[dict[int, str]]:
+    """Every set of sites that may be lost, each at every stage. Who leaves at the first was never there."""
+    for lost in range(sites - threshold(sites) + 1):
+        for who in itertools.combinations(range(sites), lost):
+            for when in itertools.product(STAGES, repeat=lost):
+                there = sites - when.count("keys")
+                if there >= 3 and sites - lost >= threshold(there):
+                    yield dict(zip(who, when, strict=True))
+
+
+@pytest.mark.parametrize("sites", [3, 4, pytest.param(5, marks=pytest.mark.slow)])
+def test_the_sum_is_exact_with_every_loss_that_is_tolerated(sites: int, tally: Callable[..., None]) -> None:
+    tried = right = 0
+    for drops in _drops(sites):
+        party = Party(sites, drops)
+        summed = party.sum()
+        tried += 1
+        inside = [k for k in range(sites) if drops.get(k, "revealed") == "revealed"]
+        assert list(summed.answered) == inside, drops
+        assert set(summed.lost) == set(drops) - set(inside), drops
+        right += party.is_right(summed)
+    tally("sites lost at any stage of a secure sum, which is exact for the others", tried, right, part=str(sites))
+    assert right == tried == {3: 10, 4: 17, 5: 181}[sites]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_with_too_few_there_is_no_sum_and_nothing_is_unmasked(stage: str) -> None:
+    party = Party(4, {0: stage, 2: stage})
+    with pytest.raises(SumFailed, match=r"sites .*, and 3 are needed") as caught:
+        party.sum()
+    assert caught.value.lost == {0: "site 0 is gone", 2: "site 2 is gone"}
+    shares = [reply for _, name, reply in party.seen if name == "revealed"]
+    assert len(shares) < threshold(4)
+    if stage != "revealed":
+        assert "revealed" not in party.asked
+
+
+def test_a_sum_needs_three_sites_and_as_many_as_were_asked_for() -> None:
+    with pytest.raises(SumFailed, match="2 sites gave their keys, and 3 are needed"):
+        Party(3, {1: "keys"}).sum()
+    party = Party(5, {1: "masked", 2: "masked"})
+    with pytest.raises(SumFailed, match="3 sites gave their part of the sum, and 4 are needed"):
+        party.sum(fewest=4)
+    assert "revealed" not in party.asked
+
+
+def _masked(party: Party, k: int) -> Numbers:
+    """What the server received of a site, as numbers of 62 bits."""
+    [reply] = [reply for site, stage, reply in party.seen if (site, stage) == (k, "masked")]
+    halves = [np.load(io.BytesIO(reply.parts[name])) for name in ("high", "low")]
+    return secure_sum._whole([half & (2**31 - 1) for half in halves], 1)
+
+
+def test_what_the_server_receives_of_a_site_is_masked() -> None:
+    """No correlation with the true numbers, and other numbers each time; no tensor but the masked ones."""
+    sites, size = 3, 20_000
+    received = []
+    for _ in range(2):
+        party = Party(sites)
+        for k, value in enumerate(party.values):
+            value["x"] = torch.linspace(-3, 3, size) * (k + 1)
+        assert party.is_right(party.sum())
+        for _, _, reply in party.seen:
+            assert reply.parts.keys() <= {
+                "key",
+                "box key",
+                *(f"share/{j}" for j in range(sites)),
+                "weight",
+                "high",
+                "low",
+            }
+        received.append([_masked(party, k) for k in range(sites)])
+    true = [fixed_point.encode(value, sites)[1].astype(float) for value in party.values]
+    for k in range(sites):
+        for before in received:
+            assert abs(np.corrcoef(true[k][3:], before[k][3:].astype(float))[0, 1]) < 6 / math.sqrt(size)
+            assert before[k].std() == pytest.approx(2**62 / math.sqrt(12), rel=0.05), "as numbers drawn from the range"
+        assert not (received[0][k] == received[1][k]).any()
+
+
+def test_masks_come_from_the_whole_secret() -> None:
+    """Flower's own masks come from 32 bits: secrets whose words have the same exclusive or give the same."""
+    secret = bytes(range(32))
+    other = secret[4:8] + secret[:4] + secret[8:]
+    theirs = [secaggplus_utils.pseudo_rand_gen(s, 2**40, [(5,)])[0].tolist() for s in (secret, other)]
+    assert theirs[0] == theirs[1]
+    ours = [secure_sum._masks(s, 2**40, [(1,), (1000,)])[1] for s in (secret, other, secret)]
+    assert not (ours[0] == ours[1]).any() and (ours[0] == ours[2]).all()
+    assert ours[0].min() >= 0 and 0.9 < ours[0].max() / 2**40 < 1
+    assert secure_sum._flower.pseudo_rand_gen is secure_sum._masks
+
+
+def _lie(stage: str, change: Callable[[Reply], Reply]) -> Callable[[int, str, Reply], Reply]:
+    return lambda k, name, reply: change(reply) if k == 1 and name == stage else reply
+
+
+def _parts(**changes: bytes) -> Callable[[Reply], Reply]:
+    return lambda reply: Reply(reply.header, {**reply.parts, **changes})
+
+
+MALFORMED: dict[str, tuple[str, Callable[[Reply], Reply]]] = {
+    "no key": ("keys", lambda reply: Reply({}, {})),
+    "a key that is none": ("keys", _parts(key=b"no key")),
+    "no shares": ("shares", lambda reply: Reply({}, {})),
+    "a share too many": ("shares", _parts(**{"share/9": b"x"})),
+    "no layout": ("masked", lambda reply: Reply({}, reply.parts)),
+    "another length": ("masked", lambda reply: Reply({"layout": [["x", "real", [41]]]}, reply.parts)),
+    "other names": ("masked", lambda reply: Reply({"layout": [["y", "real", [40]], ["n", "whole", [3]]]}, reply.parts)),
+    "no array": ("masked", _parts(high=b"no array")),
+    "shares of others": ("revealed", lambda reply: Reply({}, {"share/7": b"x"})),
+}
+
+
+@pytest.mark.parametrize("what", MALFORMED)
+def test_a_site_whose_answer_cannot_be_read_is_left_out(what: str) -> None:
+    stage, change = MALFORMED[what]
+    party = Party(5, changed=_lie(stage, change))
+    summed = party.sum()
+    assert party.is_right(summed)
+    assert (1 in summed.answered) == (stage == "revealed")  # what it adds had arrived before
+    assert set(summed.lost) == set(range(5)) - summed.answered.keys()
+
+
+def test_false_shares_give_no_sum() -> None:
+    def turned(reply: Reply) -> Reply:
+        return Reply({}, {name: share[:4] + bytes(b ^ 1 for b in share[4:]) for name, share in reply.parts.items()})
+
+    party = Party(3, changed=_lie("revealed", turned))
+    try:
+        summed = party.sum()
+    except SumFailed as failure:
+        assert "do not fit together" in str(failure)
+    else:  # the padding of a false secret may look right: the numbers are drawn from the whole range then
+        assert float(summed.total["x"].abs().max()) > 1e6
+
+
+def _upto(stage: str, sites: int = 3) -> tuple[list[Member], dict[str, bytes], dict[int, dict[str, bytes]]]:
+    """Members that have answered the stages before this one; their public keys, and each one's answer `shares`."""
+    members = [Member(k) for k in range(sites)]
+    public: dict[str, bytes] = {}
+    shares: dict[int, dict[str, bytes]] = {}
+    if stage != "keys":
+        for k, member in enumerate(members):
+            public |= {f"{name}/{k}": key for name, key in member.answer("keys", {}, {}).items()}
+    if stage in ("masked", "revealed"):
+        shares = {k: member.answer("shares", {}, public) for k, member in enumerate(members)}
+    if stage == "revealed":
+        for k, member in enumerate(members):
+            boxes = {f"share/{j}": shares[j][f"share/{k}"] for j in shares if j != k}
+            member.answer("masked", {}, boxes, np.zeros(4, np.int64))
+    return members, public, shares
+
+
+@pytest.mark.parametrize(
+    ("arrived", "lost"),
+    [
+        ([0, 1, 2], [1]),
+        ([0, 1], [1, 2]),
+        ([1, 2], [0]),
+        ([0], [1, 2]),
+        ([0, 1], []),
+        ([0, 1, 2, 7], []),
+        ([0, 0, 1, 2], []),
+    ],
+)
+def test_a_site_unmasks_each_other_in_one_way_or_not_at_all(arrived: list[int], lost: list[int]) -> None:
+    """Never with both secrets of a site, nor for a minority, nor where it is itself called lost."""
+    members, _, _ = _upto("revealed")
+    with pytest.raises(ConfigError, match="asks to unmask others"):
+        members[0].answer("revealed", {"arrived": arrived, "lost": lost}, {})
+    with pytest.raises(ConfigError, match="out of turn"):
+        members[0].answer("revealed", {"arrived": [0, 1, 2], "lost": []}, {})
+
+
+def test_a_site_answers_each_stage_once_and_in_order() -> None:
+    for stage in STAGES:
+        [member, *_], public, _ = _upto(stage)
+        for other in STAGES:
+            if other != stage:
+                with pytest.raises(ConfigError, match="out of turn"):
+                    member.answer(other, {"arrived": [0, 1, 2], "lost": []}, public, np.zeros(4, np.int64))
+
+
+def test_a_site_takes_part_with_two_others_at_least() -> None:
+    members, public, _ = _upto("shares")
+    with pytest.raises(ConfigError, match="keys of 3 to 512 sites; the server sent 2"):
+        members[0].answer("shares", {}, {name: key for name, key in public.items() if not name.endswith("2")})
+
+
+def test_a_site_takes_no_share_that_was_meant_for_another() -> None:
+    members, _, shares = _upto("masked")
+    boxes = {"share/1": shares[1]["share/2"], "share/2": shares[2]["share/0"]}
+    with pytest.raises(InvalidToken):
+        members[0].answer("masked", {}, boxes, np.zeros(4, np.int64))
+
+
+@pytest.fixture
+def federated(tmp_path: Path) -> Federated:
+    return Federated(tmp_path / "data")
+
+
+def _deployed(tmp_path: Path, federated: Federated, **changes: Any) -> tuple[Deployment, list[Site]]:
+    values = {
+        "test": str(federated.folder / "test.npz"),
+        "min_count": 1,
+        "min_clients": 1,
+        "secure_aggregation": True,
+    } | changes
+    create(tmp_path / "deployment", options(**values))
+    deployment = Deployment(tmp_path / "deployment")
+    return deployment, [Site(SiteFolder(deployment.site(name)), federated.data(name)) for name in SITES]
+
+
+METHODS: dict[str, dict[str, Any]] = {
+    "fedavg": {},
+    "scaffold": {},
+    "redgrape": {},
+    "redgrape with floors": {"min_count": 3, "min_clients": 2},
+    "logit_adjustment": {"prior": "global"},
+}
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_the_engine_gives_the_local_one_s_numbers_to_the_bound(tmp_path: Path, federated: Federated, name: str) -> None:
+    """With prototypes, with client state, with a survey; beside it the class contributors of every round."""
+    deployment, sites = _deployed(tmp_path, federated)
+    grid = FakeGrid(deployment, sites)
+    folder, _ = _run(deployment, grid, "a", method={"name": name.split()[0], "batch_size": 8, **METHODS[name]})
+    state, _ = folder.latest()
+    assert state is not None
+    ours, theirs = tree.flatten(state.server), tree.flatten(locally(folder.experiment(), federated))
+    for key, t in theirs.items():
+        torch.testing.assert_close(ours[key], t, rtol=1e-4, atol=1e-5, msg=key)
+    assert {kind for _, kind in grid.kinds} == {"join", "sum"}
+    assert all(record["answered"] == [0, 1, 2] for record in folder.metrics())
+    assert folder.environment()["secure_aggregation"] is True
+
+
+def test_evaluations_at_the_sites_are_summed_too(tmp_path: Path, federated: Federated) -> None:
+    deployment, sites = _deployed(tmp_path, federated, test=None)
+    grid = FakeGrid(deployment, sites)
+    folder, _ = _run(deployment, grid, "a", rounds=1, method={"name": "fedavg"})
+    summary = folder.summary()
+    assert summary is not None
+    held = torch.stack([torch.bincount(site.test.labels, minlength=4) for site in sites]).sum(dim=0)
+    assert torch.tensor(summary["confusion"]).sum(dim=1).tolist() == held.tolist()
+    assert {kind for _, kind in grid.kinds} == {"join", "sum"}
+
+
+@pytest.mark.parametrize("kind", ["train", "evaluate", "survey", "request", "dance"])
+def test_a_site_that_insists_answers_in_sums_alone(tmp_path: Path, federated: Federated, kind: str) -> None:
+    _, sites = _deployed(tmp_path, federated)
+    header, parts = sites[0].answer(_question(kind), {})
+    assert "answers in secure sums alone" in header["error"] and parts == {}
+    said, _ = sites[0].answer(_question("join"), {})
+    assert said["examples"] is None and said["secure_aggregation"] is True
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"stage": "masked"}, "another secure sum"),
+        ({"stage": "dance"}, "another secure sum"),
+        ({"stage": "keys", "then": "revealed"}, "out of turn"),
+        ({"stage": "keys", "then": "masked"}, "out of turn"),
+    ],
+)
+def test_a_site_keeps_to_one_sum(tmp_path: Path, federated: Federated, changes: dict[str, Any], said: str) -> None:
+    _, sites = _deployed(tmp_path, federated)
+    then = changes.pop("then", None)
+    header, parts = sites[0].answer(_question("sum", sum="a", of="survey", **changes), {})
+    if then is not None:
+        header, parts = sites[0].answer(_question("sum", sum="a", of="survey", stage=then), {})
+    assert said in header["error"] and parts == {}
+
+
+def test_a_site_adds_up_only_what_it_is_known_for(tmp_path: Path, federated: Federated) -> None:
+    """No other questions, and no method whose updates do not add up."""
+    _, sites = _deployed(tmp_path, federated)
+    for kind in ("join", "sum"):
+        with pytest.raises(ConfigError, match=f"a sum of '{kind}', which is not known here"):
+            sites[0]._summand(_question("sum", of=kind), {})
+    median = Experiment.parse({"net": {"name": "mlp"}, "method": {"name": "fedavg", "aggregation": "median"}})
+    toml = deployed(median, options()).to_toml()
+    with pytest.raises(ConfigError, match="cannot be summed: aggregation=median"):
+        sites[0]._summand(_question("sum", of="train", experiment=toml), {})
+
+
+class Leaving(FakeGrid):
+    """From a round on, a site gives no answer from this stage on."""
+
+    def __init__(self, deployment: Deployment, sites: Sequence[Site], leaves: int, stage: str, round: int = 2) -> None:
+        super().__init__(deployment, sites)
+        self._leaves, self._stage, self._round = leaves, stage, round
+
+    def push_messages(self, messages: list[Any]) -> list[str]:
+        for message in messages:
+            header, _ = wire.unpack(message.content)
+            if (header.get("round"), header.get("stage")) == (self._round, self._stage):
+                self.silent = {self._leaves}
+            if header.get("round", 0) > self._round or header["kind"] != "sum":
+                self.silent = set()
+        return super().push_messages(messages)
+
+
+def _quick(deployment: Deployment) -> Deployment:
+    toml = (deployment.path / "deploy.toml").read_text()
+    for name, seconds in (("round = 3600.0", 0.5), ("evaluate = 600.0", 0.5), ("join = 300.0", 0.5)):
+        toml = toml.replace(name, f"{name.split()[0]} = {seconds}")
+    (deployment.path / "deploy.toml").write_text(toml)
+    return Deployment(deployment.path)
+
+
+@pytest.mark.parametrize("stage", ["shares", "masked", "revealed"])
+def test_a_site_that_is_lost_in_a_round_is_left_out_of_it(tmp_path: Path, federated: Federated, stage: str) -> None:
+    deployment, sites = _deployed(tmp_path, federated)
+    folder, said = _run(_quick(deployment), Leaving(deployment, sites, 101, stage), "a")
+    answered = [[0, 1, 2], [0, 1, 2] if stage == "revealed" else [0, 2], [0, 1, 2]]
+    assert [record["answered"] for record in folder.metrics()] == answered
+    assert any("site 'south' was not there" in words for words in said) == (stage != "revealed")
+
+
+def test_with_too_few_sites_a_round_fails_and_the_run_goes_on_later(tmp_path: Path, federated: Federated) -> None:
+    deployment, sites = _deployed(tmp_path, federated)
+    deployment = _quick(deployment)
+    with pytest.raises(TooFewClients, match="there is no sum: 2 sites gave their keys, and 3 are needed"):
+        _run(deployment, Leaving(deployment, sites, 101, "keys"), "a")
+    folder, _ = _run(deployment, FakeGrid(deployment, sites), "a")
+    assert [record["answered"] for record in folder.metrics()] == [[0, 1, 2]] * 3
+
+
+class Liar(Site):
+    """Adds something else than its update to the sums of the second round."""
+
+    lie: Callable[[dict[str, Any]], dict[str, Any]]
+
+    def _summand(self, header: Any, parts: Any) -> Any:
+        more, summand = super()._summand(header, parts)
+        return more, self.lie(dict(summand)) if header["round"] == 2 else summand
+
+
+LIES: dict[str, tuple[Callable[[dict[str, Any]], dict[str, Any]], str]] = {
+    "huge": (lambda s: {**s, "delta": {n: t + 1e7 for n, t in s["delta"].items()}}, "has the length"),
+    "count": (lambda s: {**s, "count": s["count"] - 1000}, "in all; 3 clients have at least one example each"),
+    "classes": (
+        lambda s: {**s, "prototypes": {**s["prototypes"], "clients": s["prototypes"]["clients"] + 2}},
+        "cannot be those of 3 clients",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", LIES)
+def test_a_sum_that_cannot_be_stops_the_run_with_its_state_intact(
+    tmp_path: Path, federated: Federated, what: str
+) -> None:
+    """Nobody can be named; without the liar the same command goes on."""
+    deployment, sites = _deployed(tmp_path, federated)
+    lie, words = LIES[what]
+    liar = Liar(SiteFolder(deployment.site("west")), federated.data("west"))
+    liar.lie = lie
+    method = {"name": "redgrape", "batch_size": 8}
+    with pytest.raises((Diverged, TooFewClients), match=f"sum over the clients of round 2 is not taken: .*{words}"):
+        _run(deployment, FakeGrid(deployment, [*sites[:2], liar]), "a", method=method)
+    folder = RunFolder.open(deployment.path / "runs/a")
+    assert folder.newest_round() == 1
+    _run(deployment, FakeGrid(deployment, sites), "a", method=method)
+    assert [record["answered"] for record in folder.metrics()] == [[0, 1, 2]] * 3
+
+
+def test_a_sum_of_surveys_that_cannot_be_stops_the_run(tmp_path: Path, federated: Federated) -> None:
+    class Surveyed(Site):
+        def _survey(self, header: Any, parts: Any) -> Any:
+            more, trees = super()._survey(header, parts)
+            return more, {"survey": {"class_counts": trees["survey"]["class_counts"] - 1000}}
+
+    deployment, sites = _deployed(tmp_path, federated)
+    liar = Surveyed(SiteFolder(deployment.site("west")), federated.data("west"))
+    with pytest.raises(TooFewClients, match="the sum of the clients' answers to the survey is not taken"):
+        _run(deployment, FakeGrid(deployment, [*sites[:2], liar]), "a", method={"name": "balanced_softmax"})
+
+
+@pytest.mark.parametrize(
+    ("lie", "words"),
+    [
+        (lambda s: {**s, "loss": s["loss"] * torch.nan}, "not finite"),
+        (lambda s: {**s, "loss": s["loss"] + 1e12}, "not below 2.86e\\+09"),
+        (lambda s: {name: group for name, group in s.items() if name != "loss"}, "other names or shapes"),
+    ],
+)
+def test_a_site_whose_numbers_do_not_fit_is_left_out_by_name(
+    tmp_path: Path, federated: Federated, lie: Callable[[dict[str, Any]], dict[str, Any]], words: str
+) -> None:
+    deployment, sites = _deployed(tmp_path, federated)
+    liar = Liar(SiteFolder(deployment.site("west")), federated.data("west"))
+    liar.lie = lie
+    folder, _ = _run(deployment, FakeGrid(deployment, [*sites[:2], liar]), "a", method={"name": "fedavg"})
+    assert [record["answered"] for record in folder.metrics()] == [[0, 1, 2], [0, 1], [0, 1, 2]]
+    assert re.search(words, folder.metrics()[1]["lost"]["2"])
+
+
+def test_server_and_sites_must_agree(tmp_path: Path, federated: Federated) -> None:
+    deployment, sites = _deployed(tmp_path, federated)
+    path = deployment.path / "deploy.toml"
+    path.write_text(path.read_text().replace("secure_aggregation = true", "secure_aggregation = false"))
+    plain = _quick(deployment)
+    with pytest.raises(TooFewClients):
+        _run(plain, FakeGrid(plain, sites), "a")
+    folder, _ = _run(*_agreed(tmp_path / "other", federated), "b", rounds=1)
+    toml = folder.path.parent.parent / "deploy.toml"
+    toml.write_text(toml.read_text().replace("secure_aggregation = true", "secure_aggregation = false"))
+    changed = Deployment(toml.parent)
+    folder.write_experiment(folder.experiment().with_rounds(2))
+    with pytest.raises(ConfigError, match="began with secure_aggregation=true"):
+        _run(changed, FakeGrid(changed, sites), "b", rounds=2)
+
+
+def _agreed(tmp_path: Path, federated: Federated) -> tuple[Deployment, FakeGrid]:
+    tmp_path.mkdir()
+    deployment, sites = _deployed(tmp_path, federated)
+    return deployment, FakeGrid(deployment, sites)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--method", "climb"], "method 'climb' cannot run with secure aggregation: its server weighs every client"),
+        (["--method", "fedic", "-c", "data.auxiliary=4"], "method 'fedic' cannot run with secure aggregation"),
+        (["-c", "method.prototype_clip=1"], "method 'redgrape' cannot run with secure aggregation: prototype_clip"),
+        (["-c", "method.aggregation=median"], "aggregation=median compares single updates"),
+        (["-c", "clients_per_round=2", "-c", "method.min_clients=1"], "clients_per_round is 2, and a secure sum needs"),
+    ],
+)
+def test_what_cannot_be_summed_is_refused_by_name(
+    tmp_path: Path, federated: Federated, flags: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    deployment, _ = _deployed(tmp_path, federated, min_count=8)
+    assert cli.run(["deploy", "run", str(deployment.path), *flags]) == 2
+    said = capsys.readouterr().err
+    assert words in said and said.count("\n") == 1
+    assert list((deployment.path / "runs").iterdir()) == []
+
+
+def test_the_deployment_s_own_experiment_can_be_summed(
+    tmp_path: Path, federated: Federated, capsys: pytest.CaptureFixture[str]
+) -> None:
+    deployment, _ = _deployed(tmp_path, federated, min_count=8)
+    assert cli.run(["deploy", "run", str(deployment.path), "--dry-run"]) == 0, capsys.readouterr()
+    assert "masked" in (deployment.site("north") / "README.md").read_text()
+
+
+def test_two_sites_are_too_few(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--sites", "a,b", "--host", "localhost", "--classes", "3", "--shape", "4", "--secure-aggregation"]
+    assert cli.run(["deploy", "init", str(tmp_path / "d"), *words]) == 2
+    assert "secure_aggregation needs at least 3 sites, and there are 2" in capsys.readouterr().err
+
+
+def test_the_privacy_report_tells_of_sums(tmp_path: Path, federated: Federated) -> None:
+    deployment, sites = _deployed(tmp_path, federated)
+    method = {"name": "redgrape", "batch_size": 8, "min_count": 3}
+    folder, _ = _run(deployment, FakeGrid(deployment, sites), "a", method=method)
+    facts = disclosed(RunView.read(folder.path))
+    assert facts["secure_aggregation"] is True and facts["fewest_answers"] == 3
+    seen = facts["class_reports"]["server"]
+    assert seen == {"reports": 3 * (3 + 3 + 3), "sums_of_one_client": 0}
+    words = " ".join(in_words(facts)["the server"])
+    assert "3 sums (secure aggregation), each over 3 sites" in words and "more than half" in words
+    assert "which classes each client holds" not in words
+
+
+def test_the_privacy_report_tells_of_summed_class_counts_and_evaluations(tmp_path: Path, federated: Federated) -> None:
+    deployment, sites = _deployed(tmp_path, federated, test=None, min_count=8)
+    method = {"name": "logit_adjustment", "prior": "global"}
+    folder, _ = _run(deployment, FakeGrid(deployment, sites), "a", rounds=1, method=method)
+    words = " ".join(in_words(disclosed(RunView.read(folder.path)))["the server"])
+    assert (
+        "of all sites together, and of none by itself: Before the first round each client was asked how many" in words
+    )
+    assert "of all sites together, by 1 evaluation there" in words and "for training on" not in words
+    method = {"name": "redgrape", "prototype_weights": "count", "min_count": 8}
+    folder, _ = _run(deployment, FakeGrid(deployment, sites), "b", rounds=1, method=method)
+    words = " ".join(in_words(disclosed(RunView.read(folder.path)))["the server"])
+    assert "of a round's sites together: the number of examples behind every class that is reported" in words
+
+
+def test_a_state_of_a_site_is_named_by_its_round(tmp_path: Path, federated: Federated) -> None:
+    """SCAFFOLD's control variates stay at the sites; the server keeps which round they are of."""
+    deployment, sites = _deployed(tmp_path, federated)
+    folder, _ = _run(_quick(deployment), Leaving(deployment, sites, 101, "masked"), "a")
+    state, _ = folder.latest()
+    assert state is not None
+    assert {k: int(s["round"]) for k, s in state.clients.items()} == {0: 3, 1: 3, 2: 3}
+    assert RUN not in [path.name for path in (deployment.site("north") / "states").iterdir()]

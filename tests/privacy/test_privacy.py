@@ -1,0 +1,894 @@
+"""What the messages of a method give away, and what floors and noise keep back."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import os
+import stat
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from redgrape.class_reports import contributors
+from torch import Tensor
+
+import redgrape as rg
+from redgrape import nets, testing, tree
+from redgrape.cli import main as cli
+from redgrape.determinism import same_bits_everywhere
+from redgrape.engines import ClientHalf
+from redgrape.errors import ConfigError, StorageError
+from redgrape.learning.classifier import class_mean_gradients
+from redgrape.method import ClientSite, ServerSite
+from redgrape.methods.creff import Creff
+from redgrape.methods.fedavg import FedAvg
+from redgrape.methods.fedavgm import FedAvgM
+from redgrape.methods.redgrape import RedGrape
+from redgrape.methods.scaffold import Scaffold
+from redgrape.privacy import account, noise
+from redgrape.privacy.account import Mechanism, epsilon
+from redgrape.privacy.disclosure import disclosed, in_words, leak_in_one_line
+from redgrape.privacy.ledger import PrivacyLedger
+from redgrape.reading.run_tables import RunView
+from redgrape.runs.experiment import Experiment
+from redgrape.runs.folder import RunFolder
+from redgrape.runs.run import Run
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """As the server half runs; several threads on small tensors take longer."""
+    with same_bits_everywhere():
+        yield
+
+
+ROOT = Path(__file__).resolve().parents[2]
+CPU = torch.device("cpu")
+C, SHAPE = 4, (1, 6, 6)
+
+needs_accountant = pytest.mark.skipif(
+    importlib.util.find_spec("dp_accounting") is None, reason="the extra redgrape[dp] is not installed"
+)
+
+
+def build(net: str = "mlp") -> rg.Net:
+    return nets.build(net, SHAPE, C, 0)
+
+
+def examples(counts: Sequence[int], seed: int = 0) -> rg.Examples:
+    labels = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
+    x = torch.rand(len(labels), *SHAPE, generator=torch.Generator().manual_seed(seed))
+    return rg.Examples(x + 0.2 * labels[:, None, None, None], labels)
+
+
+def federation(counts: Sequence[Sequence[int]]) -> rg.Federation:
+    clients = [examples(held, seed) for seed, held in enumerate(counts)]
+    return rg.Federation(clients, examples([3] * C, 99), C)
+
+
+def site_of(clients: int, round: int = 1, **more: Any) -> ServerSite:
+    return ServerSite(build, clients, C, 0, round, 5, CPU, **more)
+
+
+def one_round(
+    method: Any, counts: Sequence[Sequence[int]], server: Any = None, round: int = 1, **more: Any
+) -> tuple[dict[str, Any], dict[int, Any], dict[str, Any]]:
+    """The server's state before a round of all clients, their updates, and the state after it."""
+    data = federation(counts)
+    half = ClientHalf(method, data, build, 0, 5, CPU)
+    site = site_of(len(counts), round, **more)
+    before = tree.ordered(method.init_server(build().state_dict(), site)) if server is None else server
+    broadcast = tree.ordered(method.broadcast(before))
+    updates = {k: half.run(k, broadcast, None, round).update for k in range(len(counts)) if sum(counts[k])}
+    return before, updates, tree.ordered(method.server_update(before, method.counted(updates), site))
+
+
+def features_of(model: Any, example: rg.Examples) -> Tensor:
+    net = build()
+    net.load_state_dict(model)
+    with torch.no_grad():
+        return net.eval().encoder(example.inputs(torch.arange(len(example)), torch.float32))
+
+
+def small(**options: Any) -> dict[str, Any]:
+    return {"epochs": 1, "batch_size": 4, "lr": 0.05, **options}
+
+
+# The attack on the paper's mode
+
+
+def test_one_example_gives_its_features_to_the_server_and_to_every_client() -> None:
+    """Class 3: client 0 has one example of it, nobody else any. A row of its prototype over the same entry of the bias
+    is the example's feature vector: for the server in the update, for every client in the next broadcast."""
+    counts = [[6, 2, 0, 1], [4, 5, 3, 0], [3, 3, 2, 0]]
+    method = RedGrape(**small())
+    before, updates, after = one_round(method, counts)
+    victim = federation(counts).client(0).take([8])
+    h = features_of(before["model"], victim)[0]
+    assert int(victim.labels[0]) == 3 and float(h.norm()) > 0.1
+    sent = updates[0]["prototypes"]
+    row = sent["classes"].tolist().index(3)
+    broadcast = method.broadcast(after)
+    assert bool(broadcast["seen"][3])
+    for j in range(C):
+        for weight, bias in (
+            (sent["weight"][row], sent["bias"][row]),
+            (broadcast["prototypes"]["weight"][3], broadcast["prototypes"]["bias"][3]),
+        ):
+            recovered = weight[j] / bias[j]
+            assert float((recovered - h).norm() / h.norm()) < 1e-5
+
+
+def test_the_private_preset_sends_and_releases_nothing_of_it() -> None:
+    counts = [[16, 9, 8, 1], [9, 8, 7, 0], [8, 2, 8, 0]]
+    method = RedGrape.preset("private", **small())
+    _, updates, after = one_round(method, counts)
+    assert [u["prototypes"]["classes"].tolist() for u in updates.values()] == [[0, 1, 2], [0, 1], [0, 2]]
+    assert after["seen"].tolist() == [True, False, False, False]  # only class 0 has three clients
+    for name in ("weight", "bias"):
+        assert after["prototypes"][name][0].any()
+        assert not after["prototypes"][name][1:].any()
+        assert not method.broadcast(after)["prototypes"][name][1:].any()
+
+
+def _attacks() -> Any:
+    pytest.importorskip("scipy")
+    spec = importlib.util.spec_from_file_location("prototype_attack", ROOT / "benchmarks" / "prototype_attack.py")
+    assert spec is not None and spec.loader is not None
+    benchmark = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = benchmark  # dataclasses look their module up
+    spec.loader.exec_module(benchmark)
+    return benchmark
+
+
+@pytest.mark.parametrize("name", ["private", "fedavg"])
+def test_the_model_s_own_update_tells_of_a_single_example(name: str) -> None:
+    """Where no other example is taken for its class, row c of the gradient is (p_c - 1) h / n, its bias (p_c - 1) / n:
+    the bias rises, those of classes that are not there fall, and one division gives h."""
+    benchmark = _attacks()
+    random = torch.Generator().manual_seed(0)
+    x = torch.rand(40, 1, 4, 4, generator=random)
+    labels = torch.tensor([7, *[0] * 39])
+    build = partial(nets.build, "linear", (1, 4, 4), 10, 0)
+    model = {key: t.clone() for key, t in build().state_dict().items()}
+    model["classifier.bias"] = torch.tensor([0.0] + [-12.0] * 9)
+    (case,) = [case for case in benchmark.UPDATES if (case.name, case.classes) == (name, (0,))]
+    told, alarms, absent, error, cosine = benchmark.attack_update(case, model, build, rg.Examples(x, labels), 0)
+    assert told and (alarms, absent) == (0, 8)
+    assert error < 0.01 and cosine > 0.999
+
+
+def test_floors_alone_do_not_stop_a_server_that_solves_for_the_features() -> None:
+    """Of n < C examples an exact prototype has as many equations as unknowns: all n feature vectors come out. One of
+    rank 1, as in the preset `private`, does not tell them apart."""
+    benchmark = _attacks()
+    random = torch.Generator().manual_seed(0)
+    classifier = torch.nn.Linear(20, 10)
+    torch.nn.init.normal_(classifier.weight, std=0.3, generator=random)
+    torch.nn.init.zeros_(classifier.bias)
+    h = torch.rand(4, 20, generator=random)
+    labels = torch.full((4,), 3)
+    sent = class_mean_gradients(classifier, [(h, labels)], torch.tensor([3]))
+    prototype = {name: t[0] for name, t in sent.items()}
+    found = benchmark.fit(prototype, 3, classifier, 4, 50, 0)  # about half of the starts end in another minimum
+    errors = (torch.cdist(found, h) / h.norm(dim=1)).min(dim=0).values
+    assert int((errors < 0.1).sum()) == 4
+
+
+# Floors
+
+
+@pytest.mark.parametrize("form", [{}, {"prototype_clip": 1e9}])
+def test_a_class_with_too_few_clients_keeps_its_last_release(form: dict[str, Any]) -> None:
+    method = RedGrape(**small(min_clients=2, **form))
+    _, _, first = one_round(method, [[5, 4, 3, 0], [4, 4, 0, 2], [3, 0, 0, 0]])
+    assert first["seen"].tolist() == [True, True, False, False]
+    _, updates, second = one_round(method, [[5, 0, 3, 2], [4, 4, 2, 0]], first, round=2)
+    assert second["seen"].tolist() == [True, True, True, False]
+    assert second["age"].tolist() == [0, 1, 0, 0]
+    for name, table in second["prototypes"].items():
+        assert torch.equal(table[1], first["prototypes"][name][1])  # one client: the last release stays
+        assert not torch.equal(table[0], first["prototypes"][name][0])
+        assert not table[3].any()
+    again, held = RedGrape(**small(**form))._global_prototypes(no_table(rgW(first)), updates, site_of(2))
+    assert held.tolist() == [True] * 4
+    for name, table in again.items():
+        for c in (0, 2):  # what is released is what it would be without the floor
+            torch.testing.assert_close(second["prototypes"][name][c], table[c])
+
+
+def no_table(W: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: w.new_zeros(len(w), *w.shape) for name, w in W.items()}
+
+
+def rgW(server: Any) -> dict[str, Tensor]:
+    return {name: server["model"][f"classifier.{name}"] for name in ("weight", "bias")}
+
+
+def test_floors_of_one_change_no_bit() -> None:
+    counts = [[5, 4, 1, 0], [4, 4, 0, 2]]
+    for method in (RedGrape, Creff):
+        cheap = small(**method.cheap)
+        plain, floored = (
+            one_round(method(**cheap), counts),
+            one_round(method(min_count=1, min_clients=1, **cheap), counts),
+        )
+        assert tree.equal(plain[2], floored[2])
+
+
+def test_no_release_of_too_few_clients_in_many_rounds() -> None:
+    """10,000 class-rounds with random reports: the new table has a class's mean where enough report it, and the bits of
+    the old one where not."""
+    random = np.random.default_rng(0)
+    classes, least, tries, releases = 100, 3, 0, 0
+    method = RedGrape(min_clients=least)
+    table = no_table({"weight": torch.zeros(classes, 2), "bias": torch.zeros(classes)})
+    for _ in range(100):
+        held = torch.from_numpy(random.random((6, classes)) < 0.35)
+        numbers = torch.from_numpy(random.normal(size=(6, classes, classes, 3))).float()
+        updates = {}
+        for k in range(6):
+            rows = held[k].nonzero().flatten()
+            mine = {"weight": numbers[k, rows, :, :2], "bias": numbers[k, rows, :, 2]}
+            updates[k] = {"prototypes": {"classes": rows, **mine}}
+        new, released = method._global_prototypes(table, updates)
+        enough = held.sum(dim=0) >= least
+        assert torch.equal(released, enough)
+        mean = (numbers * held[:, :, None, None]).sum(dim=0) / held.sum(dim=0).clamp(min=1)[:, None, None]
+        torch.testing.assert_close(new["weight"][enough], mean[enough][..., :2])
+        assert torch.equal(new["weight"][~enough], table["weight"][~enough])
+        assert torch.equal(new["bias"][~enough], table["bias"][~enough])
+        table, tries, releases = new, tries + classes, releases + int(enough.sum())
+    assert tries == 10_000 and 1000 < releases < 9000
+
+
+def test_creff_reports_and_uses_what_the_floors_let_through() -> None:
+    counts = [[9, 3, 8, 0], [8, 9, 1, 0], [9, 8, 0, 2]]
+    method = Creff.preset("private", **small(**Creff.cheap))
+    before, updates, after = one_round(method, counts)
+    assert [u["class_gradients"]["classes"].tolist() for u in updates.values()] == [[0, 2], [0, 1], [0, 1]]
+    changed = (after["features"] != before["features"]).flatten(1).any(dim=1)
+    assert changed.tolist() == [True, False, False, False]
+    assert method.log(after, updates)["class_contributors"].tolist() == [3, 2, 1, 0]
+    everything = one_round(Creff(**small(**Creff.cheap, gradient_draw="all")), counts)[1]
+    some = one_round(Creff(**small(**Creff.cheap, gradient_draw="all", min_count=8)), counts)[1]
+    for k, rows in ((0, [0, 2]), (1, [0, 1]), (2, [0, 1])):
+        all_of = everything[k]["class_gradients"]
+        for name in ("weight", "bias"):
+            torch.testing.assert_close(some[k]["class_gradients"][name], all_of[name][rows])
+
+
+def test_reporting_and_serving_are_two_questions() -> None:
+    """T decides what serves a class at the client, min_count what the client tells: any order of the two."""
+    counts = torch.tensor([9, 8, 5, 2])
+    site = ClientSite(build, 1, C, 0, 2, 5, CPU, 0, examples(counts.tolist()))
+    for T, least in ((8, 5), (5, 8)):
+        method = RedGrape(threshold=T, min_count=least)
+        assert torch.equal(method.real_classes(site), counts >= T)
+        assert torch.equal(method.reported(counts), counts >= least)
+    assert not RedGrape(use_prototypes=False).reported(counts).any()
+    assert RedGrape().solvable(10) == 9
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"dp_noise": 1.0}, "set dp_clip as well"),
+        ({"dp_clip": 1.0, "aggregation": "median"}, "aggregation is median"),
+        ({"prototype_noise": 1.0}, "set prototype_clip too"),
+        ({"prototype_clip": 1.0, "prototype_weights": "count"}, "prototype_weights is count"),
+        ({"prototype_clip": 1.0, "aggregation": "trimmed_mean"}, "aggregation is trimmed_mean"),
+        ({"min_clients": 0}, "min_clients is 0"),
+        ({"dp_delta": 1.0}, "dp_delta is 1"),
+    ],
+)
+def test_what_would_promise_nothing_is_refused(options: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says) as refused:
+        RedGrape(**options)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "clients"),
+    [
+        ({"min_clients": 3}, 2),
+        ({"min_clients": 2, "aggregation": "krum"}, 9),
+        ({"min_clients": 7, "aggregation": "multi_krum"}, 9),
+    ],
+)
+def test_a_floor_that_no_round_can_reach_is_refused(options: dict[str, Any], clients: int) -> None:
+    for method in (RedGrape, Creff):
+        with pytest.raises(ConfigError, match="no class would ever be released"):
+            method(**options).check_clients(clients)
+    RedGrape(**options, use_prototypes=False).check_clients(clients)
+    RedGrape(**{**options, "min_clients": 1}).check_clients(clients)
+
+
+def test_robust_rules_keep_the_floor() -> None:
+    counts = [[5, 4, 3, 0], [4, 4, 0, 2], [3, 4, 2, 0], [3, 0, 2, 0]]
+    for rule in ("median", "trimmed_mean", "norm_clipping"):
+        method = RedGrape(**small(aggregation=rule, min_clients=4))
+        after = one_round(method, counts)[2]
+        assert after["seen"].tolist() == [True, False, False, False]
+        assert not after["prototypes"]["weight"][1:].any()
+
+
+def test_the_number_of_contributors_is_recorded() -> None:
+    method = RedGrape(**small(min_count=3))
+    _, updates, after = one_round(method, [[5, 4, 2, 0], [4, 1, 0, 3]])
+    assert method.log(after, updates)["class_contributors"].tolist() == [2, 1, 0, 1]
+    assert contributors([], 3).tolist() == [0, 0, 0]
+
+
+# Noise
+
+
+def test_noise_is_standard_normal() -> None:
+    """Mean 0, variance 1 and the shares of a normal distribution within one, two and three deviations, in 600,000
+    numbers (standard errors below 0.002)."""
+    z = noise.gaussian(b"stream", 600_001)
+    assert z.shape == (600_001,) and z.dtype == torch.float64
+    assert abs(float(z.mean())) < 0.008 and abs(float(z.var()) - 1) < 0.012
+    for k, share in ((1, 0.6827), (2, 0.9545), (3, 0.9973)):
+        assert abs(float((z.abs() < k).double().mean()) - share) < 0.004
+    assert abs(float((z[:-1] * z[1:]).mean())) < 0.008
+    half = len(z) // 2
+    assert abs(float((z[:half] * z[half : 2 * half]).mean())) < 0.01
+    assert len(z.unique()) == len(z)
+
+
+def test_noise_hangs_on_key_purpose_and_value() -> None:
+    value = torch.arange(8.0)
+    made = [
+        noise.with_noise(value, 1.0, b"key", "a", 1) - value,
+        noise.with_noise(value, 1.0, b"other", "a", 1) - value,
+        noise.with_noise(value, 1.0, b"key", "b", 1) - value,
+        noise.with_noise(value, 1.0, b"key", "a", 2) - value,
+        noise.with_noise(value + 1, 1.0, b"key", "a", 1) - (value + 1),  # the difference must not be bare
+    ]
+    for i, first in enumerate(made):
+        for other in made[i + 1 :]:
+            assert float((first - other).abs().min()) > 1e-4
+    assert torch.equal(made[0], noise.with_noise(value, 1.0, b"key", "a", 1) - value)
+    assert torch.equal(noise.with_noise(value, 0.0, b"key"), value)
+    assert noise.gaussian(b"", 0).shape == (0,)
+
+
+def test_an_update_counts_at_most_its_clip_and_clients_count_alike() -> None:
+    """By hand: two clients with deltas of length 5 and 0.5, clip 1: (u/5 + v) / 2, whatever their counts."""
+    method = FedAvg(dp_clip=1.0)
+    model = {"classifier.weight": torch.zeros(2, 2)}
+    long, short = torch.tensor([[3.0, 0.0], [0.0, 4.0]]), torch.tensor([[0.3, 0.4], [0.0, 0.0]])
+    updates = {
+        k: {"delta": {"classifier.weight": d}, "buffers": {}, "count": torch.tensor(n), "loss": torch.tensor(0.0)}
+        for k, d, n in ((0, long, 900), (1, short, 1))
+    }
+    moved = method.averaged_model(model, method.counted(updates))
+    torch.testing.assert_close(moved["classifier.weight"], (long / 5 + short) / 2)
+
+
+def test_the_clip_is_over_all_groups_of_an_update_together() -> None:
+    method = RedGrape(**small(dp_clip=0.01))
+    _, updates, _ = one_round(method, [[5, 4, 3, 0], [4, 4, 0, 2]])
+    for update in method.counted(updates).values():
+        squares = [float(t.square().sum()) for group in ("delta", "delta_W_hat") for t in update[group].values()]
+        assert math.sqrt(sum(squares)) == pytest.approx(0.01, rel=1e-4)
+
+
+def test_noise_on_the_model_has_the_size_that_is_asked_for() -> None:
+    """The standard deviation of a released number is dp_noise dp_clip / clients, in model and second classifier."""
+    counts = [[5, 4, 3, 0], [4, 4, 0, 2], [4, 4, 2, 2]]
+    plain = RedGrape(**small(dp_clip=0.1))
+    noisy = RedGrape(**small(dp_clip=0.1, dp_noise=3.0, dp_randomness="seed"))
+    before, updates, clean = one_round(plain, counts)
+    site = site_of(3)
+    found = noisy.server_update(before, noisy.counted(updates), site)
+    for group in ("model", "W_hat"):
+        added = torch.cat([(found[group][n] - clean[group][n]).flatten().double() for n in clean[group]])
+        assert float(added.std()) == pytest.approx(0.1, rel=0.35 if group == "W_hat" else 0.05)
+    assert tree.equal(found, noisy.server_update(before, noisy.counted(updates), site))
+    with pytest.raises(ConfigError, match="needs a secret"):
+        RedGrape(**small(dp_clip=0.1, dp_noise=3.0)).server_update(before, updates, site)
+    secret = [site_of(3, secret=bytes([i]) * 32) for i in (1, 2)]
+    one, two = (RedGrape(**small(dp_clip=0.1, dp_noise=3.0)).server_update(before, updates, s) for s in secret)
+    assert not torch.equal(one["model"]["classifier.weight"], two["model"]["classifier.weight"])
+    assert "secret" not in repr(secret[0])
+
+
+def test_prototypes_are_clipped_class_by_class() -> None:
+    """By hand, without noise: every client's prototype of a class, weight and bias together, at most `longest`."""
+    counts = [[5, 4, 3, 0], [4, 4, 0, 2]]
+    longest = 0.05
+    _, updates, after = one_round(RedGrape(**small(prototype_clip=longest)), counts)
+    for c in range(C):
+        rows = []
+        for update in updates.values():
+            sent = update["prototypes"]
+            if c in sent["classes"].tolist():
+                i = sent["classes"].tolist().index(c)
+                g = torch.cat([sent["weight"][i].flatten(), sent["bias"][i]]).double()
+                assert float(g.norm()) > longest
+                rows.append(g * longest / g.norm())
+        table = after["prototypes"]
+        new = torch.cat([table["weight"][c].flatten(), table["bias"][c]])
+        torch.testing.assert_close(new.double(), torch.stack(rows).mean(dim=0), rtol=1e-5, atol=1e-7)
+    unclipped = one_round(RedGrape(**small(prototype_clip=1e6)), counts)[2]
+    plain = one_round(RedGrape(**small()), counts)[2]
+    torch.testing.assert_close(unclipped["prototypes"], plain["prototypes"])
+
+
+def test_noise_on_prototypes_falls_on_sums_and_numbers() -> None:
+    """Of 40 clients with one class: mean = (sum + noise) / (40 + noise); a class that nobody has is held back."""
+    method = RedGrape(min_clients=3, prototype_clip=2.0, prototype_noise=0.5, dp_randomness="seed")
+    g = torch.full((C, 30), 0.05)
+    sent = [{"classes": torch.tensor([1]), "weight": g[None], "bias": torch.zeros(1, C)} for _ in range(40)]
+    old = no_table({"weight": torch.zeros(C, 30), "bias": torch.zeros(C)})
+    scales, added, empty = [], [], 0
+    for round in range(1, 41):
+        table, released = method._noisy_prototypes(sent, old, 2.0, site_of(40, round))
+        assert bool(released[1])
+        empty += int(released[[0, 2, 3]].sum())
+        scale = float(table["weight"][1].mean()) / 0.05
+        scales.append(scale)
+        added.append((table["weight"][1] / scale - 0.05) * 40)
+    assert empty == 0
+    assert np.mean(scales) == pytest.approx(1, abs=0.02)
+    assert float(torch.stack(added).std()) == pytest.approx(0.5 * 2.0, rel=0.05)
+
+
+def test_methods_that_let_out_more_than_averages_refuse_noise() -> None:
+    class Heir(FedAvg):
+        """May let out anything."""
+
+    for method in (Creff, Scaffold, Heir):
+        with pytest.raises(ConfigError, match="lets out more than an average with noise"):
+            method(dp_clip=1.0, dp_noise=1.0)
+        method(dp_clip=1.0)
+    FedAvgM(dp_clip=1.0, dp_noise=1.0)
+
+
+@needs_accountant
+def test_running_statistics_are_refused() -> None:
+    net = partial(nets.build, "resnet8", (3, 8, 8), C, 0)
+    x = torch.rand(8, 3, 8, 8)
+    data = rg.Federation([rg.Examples(x, torch.arange(8) % C)], rg.Examples(x, torch.arange(8) % C), C)
+    with pytest.raises(ConfigError, match="running statistics"):
+        rg.Training(FedAvg(dp_clip=1.0, dp_noise=1.0), data, net, rounds=1)
+    rg.Training(FedAvg(dp_clip=1.0, dp_noise=1.0, freeze_encoder=True), data, net, rounds=1).close()
+
+
+def test_a_missing_accountant_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"pip install 'redgrape\[dp\]'"):
+        account.check_installed()
+
+
+CONTRACT = ["same_seed_gives_same_bits", "resumed_run_equals_straight_run", "any_clients_may_be_missing"]
+
+
+@pytest.mark.parametrize("clause", [*CONTRACT, "nothing_that_was_passed_is_modified"])
+def test_noise_keeps_the_contract(clause: str) -> None:
+    seed = {"dp_clip": 1.0, "dp_noise": 0.5, "dp_randomness": "seed"}
+    testing.CHECKS[clause](RedGrape(**seed, prototype_clip=1.0, prototype_noise=0.5))
+
+
+# Epsilon
+
+
+def gaussian_delta(epsilon: float, mu: float) -> float:
+    """delta of a mu-GDP mechanism at this epsilon, in closed form (Balle and Wang 2018; Dong et al. 2019)."""
+    normal = torch.distributions.Normal(torch.tensor(0.0, dtype=torch.float64), 1.0)
+    a, b = (
+        float(normal.cdf(torch.tensor(x, dtype=torch.float64))) for x in (mu / 2 - epsilon / mu, -mu / 2 - epsilon / mu)
+    )
+    return a - math.exp(epsilon) * b
+
+
+def closed_form(mechanisms: Sequence[Mechanism], rounds: int, delta: float) -> float:
+    """Gaussians compose to one: mu^2 = rounds sum count / multiplier^2; epsilon by bisection."""
+    mu = math.sqrt(rounds * sum(m.times / m.multiplier**2 for m in mechanisms))
+    low, high = 0.0, 700.0
+    for _ in range(200):
+        middle = (low + high) / 2
+        low, high = (middle, high) if gaussian_delta(middle, mu) > delta else (low, middle)
+    return high
+
+
+@needs_accountant
+@pytest.mark.parametrize("rounds", [1, 10, 100])
+@pytest.mark.parametrize(("model", "prototypes"), [(1.0, 10.0), (5.0, 20.0), (20.0, 100.0)])
+def test_epsilon_is_that_of_the_closed_form(model: float, prototypes: float, rounds: int) -> None:
+    """Never below the exact value, and at most 12 % above, which the step from Renyi divergence costs."""
+    mechanisms = RedGrape(dp_clip=1.0, dp_noise=model, prototype_clip=1.0, prototype_noise=prototypes).mechanisms(10)
+    exact = closed_form(mechanisms, rounds, 1e-5)
+    found = epsilon(mechanisms, rounds, 1e-5)
+    assert exact - 1e-6 <= found <= 1.12 * exact
+
+
+@needs_accountant
+def test_prototypes_and_model_are_counted_together() -> None:
+    def spent(**options: Any) -> float:
+        return epsilon(RedGrape(dp_clip=1.0, prototype_clip=1.0, **options).mechanisms(10), 5, 1e-5)
+
+    both = spent(dp_noise=2.0, prototype_noise=10.0)
+    without = spent(dp_noise=2.0, use_prototypes=False)
+    assert without < both < math.inf
+    assert spent(dp_noise=2.0) == spent(prototype_noise=2.0) == math.inf  # the other part has none
+    assert epsilon(FedAvg(dp_clip=1.0, dp_noise=2.0).mechanisms(10), 5, 1e-5) == without
+    assert epsilon(FedAvg().mechanisms(10), 5, 1e-5) == math.inf
+    assert epsilon(FedAvg(dp_clip=1.0, dp_noise=2.0).mechanisms(10), 0, 1e-5) == 0
+    assert [m.times for m in RedGrape(dp_clip=1.0, dp_noise=1.0).mechanisms(7)] == [1, 14]
+
+
+# The ledger
+
+
+def private_run(tiny: Callable[..., dict[str, Any]], **more: Any) -> dict[str, Any]:
+    values = tiny(rounds=4, method__name="redgrape", clients_per_round=2)
+    noise = {"dp_clip": 1.0, "dp_noise": 2.0, "prototype_clip": 1.0, "prototype_noise": 5.0}
+    values["method"] |= {**noise, "min_clients": 1, **more}
+    return values
+
+
+def carried_out(path: Path, values: dict[str, Any], rounds: int | None = None) -> RunFolder:
+    folder = (
+        RunFolder.open(path)
+        if (path / "experiment.toml").exists()
+        else RunFolder.create(path, Experiment.parse(values))
+    )
+    for step in Run(folder, workers=1).steps():
+        if step.state.round == rounds:
+            break
+    return folder
+
+
+@needs_accountant
+def test_epsilon_is_on_the_disk_before_the_round_is(tiny: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
+    """The line of a round is there before its checkpoint and its metrics; epsilon grows and is what the accountant
+    says for the client that took part most often."""
+    folder = RunFolder.create(tmp_path / "run", Experiment.parse(private_run(tiny)))
+    run = Run(folder, workers=1)
+    seen: list[float] = []
+
+    def append(record: Any, seconds: Any) -> None:
+        releases = PrivacyLedger(folder.path).releases()
+        assert [r["round"] for r in releases] == list(range(1, record["round"] + 1))
+        assert record["epsilon"] == releases[-1]["epsilon"]
+        seen.append(record["epsilon"])
+        RunFolder.append(folder, record, seconds)
+
+    folder.append = append  # type: ignore[method-assign]
+    for _ in run.steps():
+        pass
+    assert len(seen) == 4 and seen == sorted(seen)
+    releases = PrivacyLedger(folder.path).releases()
+    mechanisms = folder.experiment().method.create().mechanisms(4)  # type: ignore[attr-defined]
+    took_part = [k for r in releases for k in r["clients"]]
+    most = max(took_part.count(k) for k in took_part)
+    assert releases[-1]["most_rounds"] == most
+    assert seen[-1] == epsilon(mechanisms, most, 1e-5)
+
+
+@needs_accountant
+def test_the_key_is_the_owners_alone_and_gives_the_same_bits_again(
+    tiny: Callable[..., dict[str, Any]], tmp_path: Path
+) -> None:
+    folder = carried_out(tmp_path / "a", private_run(tiny), rounds=2)
+    key = folder.path / "noise.key"
+    assert len(key.read_bytes()) == 32
+    assert stat.S_IMODE(key.stat().st_mode) == 0o600
+    (tmp_path / "b").mkdir(mode=0o700)
+    for name in ("experiment.toml", "noise.key"):
+        (tmp_path / "b" / name).write_bytes((folder.path / name).read_bytes())
+    (tmp_path / "b/noise.key").chmod(0o600)
+    resumed, straight = carried_out(folder.path, {}), carried_out(tmp_path / "b", {})
+    assert resumed.summary()["state"] == straight.summary()["state"]  # type: ignore[index]
+    assert (resumed.path / "metrics.jsonl").read_bytes() == (straight.path / "metrics.jsonl").read_bytes()
+    assert len(PrivacyLedger(resumed.path).releases()) == 4
+    other = carried_out(tmp_path / "c", private_run(tiny))
+    assert other.summary()["state"] != straight.summary()["state"]  # type: ignore[index]
+    for path in resumed.path.rglob("*"):
+        if path.is_file() and path.name != "noise.key":
+            assert key.read_bytes() not in path.read_bytes()
+            assert key.read_bytes().hex().encode() not in path.read_bytes()
+
+
+@needs_accountant
+def test_a_lost_or_open_key_stops_the_run(tiny: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
+    folder = carried_out(tmp_path / "run", private_run(tiny), rounds=2)
+    key = folder.path / "noise.key"
+    key.chmod(0o644)
+    with pytest.raises(StorageError, match="can be read by others"):
+        carried_out(folder.path, {})
+    key.chmod(0o600)
+    content = key.read_bytes()
+    key.write_bytes(content[:31])
+    with pytest.raises(StorageError, match="31 bytes"):
+        carried_out(folder.path, {})
+    key.unlink()
+    with pytest.raises(StorageError, match="missing"):
+        carried_out(folder.path, {})
+
+
+@needs_accountant
+def test_epsilon_never_decreases_when_rounds_are_done_again(
+    tiny: Callable[..., dict[str, Any]], tmp_path: Path
+) -> None:
+    """Checkpoints every third round only: rounds are repeated after a stop. With the same answers they are the same
+    releases; with others they are more, and cost more."""
+    values = private_run(tiny) | {"checkpoint_every": 3, "rounds": 5}
+    folder = carried_out(tmp_path / "run", values, rounds=2)  # stopped before any checkpoint
+    ledger = PrivacyLedger(folder.path)
+    before = ledger.releases()
+    carried_out(folder.path, {}, rounds=4)
+    assert ledger.releases()[:2] == before
+    assert [r["round"] for r in ledger.releases()] == [1, 2, 3, 4]
+    mechanisms = [Mechanism("model", 2.0, 1)]
+    spent = ledger.releases()[-1]["epsilon"]
+    again = ledger.spend(4, [0, 1, 2], "other answers", mechanisms, 1e-5)
+    assert again is not None and again >= spent
+    assert len(ledger.releases()) == 5
+    assert ledger.spend(2, before[1]["clients"], before[1]["digest"], mechanisms, 1e-5) == before[1]["epsilon"]
+    assert len(ledger.releases()) == 5
+    epsilons = [r["epsilon"] for r in ledger.releases()]
+    assert epsilons == sorted(epsilons)
+
+
+@needs_accountant
+def test_a_run_does_not_go_on_where_its_ledger_lost_rounds(tiny: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
+    """Or epsilon would begin again, too small."""
+    folder = carried_out(tmp_path / "run", private_run(tiny) | {"rounds": 5}, rounds=3)
+    lines = folder.path / "privacy.jsonl"
+    whole = lines.read_bytes()
+    lines.write_bytes(b"".join(whole.splitlines(keepends=True)[:-1]))
+    with pytest.raises(StorageError, match="does not tell of round 3"):
+        carried_out(folder.path, {})
+    lines.unlink()
+    with pytest.raises(StorageError, match="does not tell of round 1"):
+        carried_out(folder.path, {})
+    lines.write_bytes(whole)
+    carried_out(folder.path, {})
+    assert [r["round"] for r in PrivacyLedger(folder.path).releases()] == [1, 2, 3, 4, 5]
+
+
+KILLED = """
+import sys
+from pathlib import Path
+from redgrape.runs.run import Run
+from redgrape.runs.folder import RunFolder
+for _ in Run(RunFolder.open(Path(sys.argv[1])), workers=1).steps():
+    pass
+"""
+
+
+@needs_accountant
+def test_epsilon_survives_kills_at_every_write(tiny: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
+    """The process ends at the n-th write or fsync. What was let out (a metrics line) always has its line of epsilon,
+    epsilon never decreases, and the run ends as one that was never killed."""
+    values = private_run(tiny) | {"rounds": 3}
+    straight = carried_out(tmp_path / "straight", values)
+    folder = RunFolder.create(tmp_path / "run", Experiment.parse(values))
+    (folder.path / "noise.key").write_bytes((straight.path / "noise.key").read_bytes())
+    (folder.path / "noise.key").chmod(0o600)
+    spent, kills = 0.0, 0
+    for n in (5, 12, 4):
+        environment = {**os.environ, "REDGRAPE_CRASH_AT": f"{'write' if n % 2 else 'fsync'}:{n}"}
+        done = subprocess.run([sys.executable, "-c", KILLED, str(folder.path)], env=environment, check=False)
+        kills += done.returncode == 137
+        releases = PrivacyLedger(folder.path).releases()
+        now = releases[-1]["epsilon"] if releases else 0.0
+        assert now >= spent
+        spent = now
+        lines = (
+            (folder.path / "metrics.jsonl").read_text().split("\n")[:-1]
+            if (folder.path / "metrics.jsonl").exists()
+            else []
+        )
+        assert all(json.loads(line)["round"] <= len(releases) for line in lines)
+    assert kills >= 2
+    carried_out(folder.path, {})
+    assert PrivacyLedger(folder.path).releases() == PrivacyLedger(straight.path).releases()
+    assert folder.summary()["state"] == straight.summary()["state"]  # type: ignore[index]
+
+
+def test_a_damaged_ledger_is_noticed_and_a_torn_line_is_cut(tmp_path: Path) -> None:
+    ledger, lines = PrivacyLedger(tmp_path), tmp_path / "privacy.jsonl"
+    for round in (1, 2, 3):
+        assert ledger.spend(round, [0, round], f"{round}", [], 1e-5) is None  # no noise: infinite
+    whole = lines.read_bytes()
+    assert [r["most_rounds"] for r in ledger.releases()] == [1, 2, 3]
+    lines.write_bytes(whole[:-9])
+    assert len(ledger.releases()) == 2
+    ledger.spend(3, [0, 3], "3", [], 1e-5)
+    assert lines.read_bytes() == whole
+    for damaged in (whole.replace(b'"round": 2', b'"round": 4'), b"\n".join(whole.split(b"\n")[1:]), b"{}\n", b"[]\n"):
+        lines.write_bytes(damaged)
+        with pytest.raises(StorageError, match="damaged"):
+            ledger.releases()
+    lines.write_bytes(b"torn")
+    ledger.spend(1, [0, 1], "1", [], 1e-5)
+    assert lines.read_bytes() == whole.split(b"\n")[0] + b"\n"
+
+
+def test_noise_of_the_seed_needs_no_key(tiny: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
+    if importlib.util.find_spec("dp_accounting") is None:
+        pytest.skip("the extra redgrape[dp] is not installed")
+    values = private_run(tiny, dp_randomness="seed") | {"rounds": 2}
+    one, two = carried_out(tmp_path / "one", values), carried_out(tmp_path / "two", values)
+    assert not (one.path / "noise.key").exists()
+    assert one.summary()["state"] == two.summary()["state"]  # type: ignore[index]
+    assert "means nothing" in " ".join(in_words(disclosed(RunView.read(one.path)))["differential privacy"])
+
+
+def test_a_run_without_noise_has_no_ledger(tiny: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
+    folder = carried_out(tmp_path / "run", tiny(method__name="redgrape"))
+    assert not (folder.path / "noise.key").exists() and not (folder.path / "privacy.jsonl").exists()
+    assert "epsilon" not in folder.metrics()[0]
+
+
+# The report
+
+
+def by_hand(folder: RunFolder, least: int, clients: int) -> dict[str, int]:
+    """Counts from the federation's own table, client by client and class by class."""
+    counts = folder.environment()["client_counts"]
+    found = dict.fromkeys(("reports", "single", "releases", "alone", "of_one", "solvable"), 0)
+    for record in folder.metrics():
+        for c in range(len(counts[0])):
+            holders = [k for k in record["answered"] if counts[k][c] >= least]
+            found["reports"] += len(holders)
+            found["single"] += sum(counts[k][c] == 1 for k in holders)
+            if holders and len(holders) >= clients:
+                found["releases"] += 1
+                found["alone"] += len(holders) == 1
+                found["of_one"] += len(holders) == 1 and counts[holders[0]][c] == 1
+                found["solvable"] += sum(counts[k][c] for k in holders) < len(counts[0])
+    return found
+
+
+@pytest.mark.parametrize(("least", "clients"), [(1, 1), (3, 1), (2, 2)])
+def test_the_report_counts_what_happened(
+    tiny: Callable[..., dict[str, Any]], tmp_path: Path, least: int, clients: int
+) -> None:
+    values = tiny(rounds=5, method__name="redgrape", data__clients=8, data__alpha=0.3, clients_per_round=3, seed=5)
+    values["method"] |= {"min_count": least, "min_clients": clients}
+    folder = carried_out(tmp_path / "run", values)
+    expected = by_hand(folder, least, clients)
+    facts = disclosed(RunView.read(folder.path))
+    reports = facts["class_reports"]
+    assert reports["server"]["reports"] == expected["reports"]
+    assert reports["server"]["single_example_reports"] == expected["single"]
+    assert reports["clients"]["releases"] == expected["releases"]
+    assert reports["clients"]["releases_from_one_client"] == expected["alone"]
+    assert reports["clients"]["releases_of_one_example"] == expected["of_one"]
+    assert reports["clients"]["solvable_releases"] == expected["solvable"]
+    if least == 1:
+        assert expected["single"] > 0 and expected["alone"] > 0  # else this data shows nothing
+        assert "could compute the exact features of" in str(leak_in_one_line(facts))
+    else:
+        assert expected["single"] == 0
+        assert leak_in_one_line(facts) is None
+    counts = folder.environment()["client_counts"]
+    answered = {k for record in folder.metrics() for k in record["answered"]}
+    few = [counts[k][c] for k in answered for c in range(4) if least <= counts[k][c] < 4]
+    assert (reports["server"]["solvable_pairs"], reports["server"]["solvable_examples"]) == (len(few), sum(few))
+    assert reports["server"]["classes_of_clients"] == {
+        str(k): [c for c, n in enumerate(counts[k]) if n >= least] for k in sorted(answered)
+    }
+
+
+def test_the_report_of_real_sites_tells_only_what_the_server_knows(
+    tiny: Callable[..., dict[str, Any]], tmp_path: Path
+) -> None:
+    """Without the counts of the clients, which only they know, the records have to do."""
+    folder = carried_out(tmp_path / "run", tiny(rounds=3, method__name="redgrape"))
+    known = disclosed(RunView.read(folder.path))["class_reports"]
+    path = folder.path / "environment.json"
+    environment = json.loads(path.read_text())
+    del environment["client_counts"]
+    path.write_text(json.dumps(environment))
+    (folder.path / "SHA256SUMS").unlink()
+    facts = disclosed(RunView.read(folder.path))
+    assert facts["class_reports"]["server"] == {"reports": known["server"]["reports"]}
+    assert facts["class_reports"]["clients"] == known["clients"] | {
+        "releases_of_one_example": None,
+        "solvable_releases": None,
+    }
+    assert "only the clients know" in " ".join(in_words(facts)["the server"])
+    assert leak_in_one_line(facts) is None
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [(1, "a single client answered, that client's change as it is"), (3, "fewest that answered in a round were 3")],
+)
+def test_the_report_tells_the_fewest_answers_behind_a_round(
+    tiny: Callable[..., dict[str, Any]], tmp_path: Path, asked: int, words: str
+) -> None:
+    folder = carried_out(tmp_path / "run", tiny(rounds=2, clients_per_round=asked, method__name="fedavg"))
+    facts = disclosed(RunView.read(folder.path))
+    assert facts["fewest_answers"] == asked
+    assert words in " ".join(in_words(facts)["the clients"])
+
+
+def test_the_command(tiny: Callable[..., dict[str, Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = carried_out(tmp_path / "run", tiny(rounds=2, method__name="redgrape"))
+    assert cli.run(["privacy", str(folder.path)]) == 0
+    text = capsys.readouterr().out
+    for party in ("the server", "the clients", "differential privacy"):
+        assert f"\n{party}\n- " in text
+    assert "exact feature vector" in text
+    assert cli.run(["privacy", str(folder.path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == json.loads(json.dumps(disclosed(RunView.read(folder.path))))
+    assert cli.run(["privacy", str(tmp_path / "none")]) == 74
+    assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("method", "word"),
+    [
+        ("fedavg", "no class by name"),
+        ("creff", "through the classifier that the server re-trains"),
+        ("balanced_softmax", "how many examples of each class it has"),
+    ],
+)
+def test_other_methods_are_told_of_too(
+    tiny: Callable[..., dict[str, Any]], tmp_path: Path, method: str, word: str
+) -> None:
+    values = tiny(rounds=1, method__name=method)
+    values["method"] |= (
+        {"prior": "global"} if method == "balanced_softmax" else Creff.cheap if method == "creff" else {}
+    )
+    folder = carried_out(tmp_path / "run", values)
+    assert word in " ".join(
+        sentence for party in in_words(disclosed(RunView.read(folder.path))).values() for sentence in party
+    )
+
+
+@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({}, []),
+        ({"prototype_weights": "count"}, ["of each client: the number of examples behind every class"]),
+    ],
+)
+def test_what_clients_tell_beside_their_gradients_is_in_the_report(
+    tiny: Callable[..., dict[str, Any]], tmp_path: Path, options: dict[str, Any], words: list[str], known: bool
+) -> None:
+    values = tiny(rounds=1, method__name="redgrape")
+    values["method"] |= options
+    folder = carried_out(tmp_path / "run", values)
+    if not known:  # as at real sites
+        path = folder.path / "environment.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"client_counts": None}))
+        (folder.path / "SHA256SUMS").unlink()
+    told = [
+        sentence
+        for sentence in in_words(disclosed(RunView.read(folder.path)))["the server"]
+        if "of each client: " in sentence
+    ]
+    assert len(told) == len(words) and all(w in sentence for w, sentence in zip(words, told, strict=True))
+
+
+def test_a_run_in_the_papers_mode_says_what_it_gives_away(
+    tiny: Callable[..., dict[str, Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def told(name: str, *options: str, **method: Any) -> list[str]:
+        values = tiny(rounds=1, method__name="redgrape")
+        values["method"] |= method
+        folder = RunFolder.create(tmp_path / name, Experiment.parse(values))
+        assert cli.run(["resume", str(folder.path), "--workers", "1", *options]) == 0
+        return [line for line in capsys.readouterr().err.splitlines() if "privacy" in line]
+
+    assert len(told("paper")) == 1
+    assert told("quiet", "--quiet") == []
+    assert told("private", min_count=2) == []

@@ -1,0 +1,81 @@
+"""The description of a federation as text and as a picture."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from redgrape.data.examples import Examples
+from redgrape.data.federation import Federation
+from redgrape.data.longtail import exponential
+from redgrape.data.partition import partition
+from redgrape.errors import StorageError
+from redgrape.reading.data_show import describe, draw
+
+
+def federation(clients: int, classes: int, head: int = 200, ir: float = 50) -> Federation:
+    labels = np.repeat(np.arange(classes), exponential([head] * classes, ir))
+    x = np.zeros((len(labels), 1), dtype=np.float32)
+    parts = partition(labels, "class_dirichlet", clients, 0.5, 0)
+    return Federation.from_parts(Examples(x, labels), parts, Examples(x[:classes], np.arange(classes)), classes)
+
+
+def text_of(shown: Federation) -> str:
+    console = Console(file=io.StringIO(), width=160)
+    console.print(describe(shown))
+    return console.file.getvalue()
+
+
+def test_a_small_federation_is_shown_cell_by_cell() -> None:
+    shown = federation(10, 10)
+    text = text_of(shown)
+    assert shown.fingerprint()[:16] in text
+    assert "ratio 50" in text
+    for client, counts in enumerate(shown.client_counts):
+        cells = [str(client), *(str(n) if n else "." for n in counts), str(counts.sum())]
+        assert any(line.replace("│", " ").split() == cells for line in text.splitlines())
+    for group in ("head", "middle", "tail"):
+        members = getattr(shown.groups, group)
+        row = next(line for line in text.splitlines() if line.startswith(f"│ {group} "))
+        assert ", ".join(f"{c} {shown.class_counts[c]}" for c in members) in row
+
+
+@pytest.mark.parametrize(("clients", "classes"), [(21, 10), (10, 21), (300, 100)])
+def test_a_large_federation_is_summed_up(clients: int, classes: int) -> None:
+    shown = federation(clients, classes)
+    text = text_of(shown)
+    assert len(text.splitlines()) < 45
+    sizes = shown.client_counts.sum(axis=1)
+    row = next(line for line in text.splitlines() if line.startswith("│ examples"))
+    assert row.replace("│", " ").split() == ["examples", f"{sizes.min()}", f"{np.median(sizes):g}", f"{sizes.max()}"]
+
+
+def test_an_empty_class_is_said_to_be_empty() -> None:
+    labels = np.array([0, 0, 2, 2])
+    x = np.zeros((4, 1), dtype=np.float32)
+    shown = Federation.from_parts(Examples(x, labels), [np.arange(4)], Examples(x, labels), 3)
+    assert "a class is empty" in text_of(shown)
+
+
+@pytest.mark.parametrize(("clients", "classes"), [(1, 2), (10, 10), (50, 10), (10, 100), (100, 100)])
+def test_the_picture_is_a_png_of_bounded_size(clients: int, classes: int, tmp_path: Path) -> None:
+    image_module = pytest.importorskip("PIL.Image")
+    pytest.importorskip("matplotlib")
+    draw(federation(clients, classes, head=500), tmp_path / "map.png")
+    with image_module.open(tmp_path / "map.png") as image:
+        assert image.format == "PNG"
+        assert 600 < image.width < 2500
+        assert 500 < image.height < 2500
+        colours = image.convert("RGB").getcolors(maxcolors=1 << 24)
+        assert colours is not None
+        assert len(colours) > 10
+
+
+def test_a_picture_that_cannot_be_written(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    with pytest.raises(StorageError, match=r"cannot write .*nowhere/map.png: No such file"):
+        draw(federation(2, 2), tmp_path / "nowhere" / "map.png")
