@@ -17,17 +17,20 @@ from typing import Any
 
 from redgrape.reading.suites.description import identity
 from redgrape.runs.experiment import Experiment
+from redgrape.runs.moved_keys import EXCHANGE, GONE, RENAMED
 from redgrape.runs.run import file_digests
-
-GONE = {"prototype_message": "table", "prototype_rank": "none", "prototype_precision": "single"}
 
 
 def moved(values: dict[str, Any]) -> dict[str, Any] | None:
-    """The experiment in today's keys; None where it used what is gone."""
+    """The experiment in today's keys; None if it used what is gone."""
     method = dict(values["method"])
     if any(method.pop(key, default) != default for key, default in GONE.items()):
         return None
-    return {**values, "method": method}
+    exchange = {new: method.pop(old) for old, new in EXCHANGE.items() if old in method}
+    for old, new in RENAMED.get(method["name"], {}).items():
+        if old in method:
+            method[new] = method.pop(old)
+    return {**values, "method": method, "exchange": {**values.get("exchange", {}), **exchange}}
 
 
 def migrate(record: Path, results: Path) -> str:

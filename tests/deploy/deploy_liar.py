@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from redgrape import tree
+from redgrape.cli import main as cli
 from redgrape.deploy.processes import resident
 from redgrape.deploy.processes.site_role import SiteRole
 from redgrape.deploy.protocol.site import Site

@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from redgrape import methods, nets
 from redgrape.runs import durable
+from redgrape.runs import moved_keys
 from redgrape.runs.checksums import hash_of
 from redgrape.data.federation import Federation
 from redgrape.data.prepare import DataOptions
@@ -146,6 +147,7 @@ class Experiment(BaseModel):
     @classmethod
     def parse(cls, values: Mapping[str, Any]) -> Experiment:
         """From nested values, as TOML gives them; anything wrong is a ConfigError of one line."""
+        moved_keys.check(values)
         try:
             experiment = cls.model_validate(_with_none(values, cls))
         except ValidationError as error:

@@ -28,7 +28,7 @@ SCALES: tuple[str, ...] = get_args(Scale)
 SETTINGS = "settings"
 UNDECISIVE = ("checkpoint_every", "evaluate_every")  # keys that change no result
 # The first is where a wheel holds the folder, the second where a checkout does.
-FOLDERS = (Path(__file__).parents[1] / "experiments", Path(__file__).parents[3] / "experiments" / "suites")
+FOLDERS = (Path(__file__).parents[2] / "experiments", Path(__file__).parents[4] / "experiments" / "suites")
 
 _STRICT = ConfigDict(frozen=True, strict=True, extra="forbid")
 
