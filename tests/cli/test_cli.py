@@ -449,7 +449,7 @@ def test_a_method_whose_hyper_parameter_has_no_default(command: Command, tmp_pat
 def test_data_show(command: Command, toml: Path, finished: Path, tmp_path: Path) -> None:
     environment = json.loads((finished / "environment.json").read_bytes())
     shown = good(command("data", "show", toml, "--json")).json()
-    named = ("split", "class_names", "class_counts", "client_names", "client_counts")
+    named = ("split", "class_names", "class_counts", "test_counts", "client_names", "client_counts")
     assert shown == {name: environment[name] for name in named}
     assert not list(tmp_path.iterdir())
     text = good(command("data", "show", toml, "--out", "who.png")).out

@@ -523,7 +523,7 @@ def test_evaluations_at_the_sites_keep_to_the_floor(tmp_path: Path, federated: F
     assert cli.run(["report", str(folder.path), "--out", str(tmp_path / "report")]) == 0
     assert cli.run(["export", str(folder.path), str(tmp_path / "model")]) == 0
     card = (tmp_path / "model/README.md").read_text()
-    assert "| cedar | – | – | – | – |" in card and "of which no client held" not in card
+    assert "| cedar | – | – | 0 | – | – |" in card and "of which no client held" not in card
     assert "test sets of the sites" in card and "classes of which it had at least 8 training examples" in card
     assert "There are no head and tail" in card
 

@@ -41,7 +41,8 @@ def test_a_small_federation_is_shown_cell_by_cell() -> None:
     for group in ("head", "middle", "tail"):
         members = getattr(shown.groups, group)
         row = next(line for line in text.splitlines() if line.startswith(f"│ {group} "))
-        assert ", ".join(f"{c} {shown.class_counts[c]}" for c in members) in row
+        tests = shown.counts("test")
+        assert ", ".join(f"{c} {shown.class_counts[c]}/{tests[c]}" for c in members) in row
 
 
 @pytest.mark.parametrize(("clients", "classes"), [(21, 10), (10, 21), (300, 100)])

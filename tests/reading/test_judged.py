@@ -54,7 +54,7 @@ def test_every_reader_is_told(
     shown = said(capsys, "data", "show", *data)
     assert NONE in shown
     assert FEW in shown
-    assert "cracked 15, 5" in shown
+    assert "cracked 15/5" in shown
     assert json.loads(said(capsys, "data", "show", *data, "--json"))["test_counts"] == [30, 15, 5, 0]
     training = ["--net", "linear", "--rounds", 1, "--workers", 1, "--quiet"]
     for words in (["show", run], ["compare", "fedavg", *data, *training, "--out", "compared"]):

@@ -514,7 +514,7 @@ def test_a_cell_that_fails_does_not_stop_the_others(small: Path, command: Comman
     outcome = command("reproduce", "rates")
     assert outcome.code == 3
     assert outcome.err.count("\n") == 1
-    assert "Digits, FedAvg, lr 1e+38, seed 0" in outcome.err
+    assert "Digits, FedAvg, lr 1e+09, seed 0" in outcome.err
     states = [cell["state"] for cell in table_of(tmp_path / "runs" / "rates-quick")["cells"]]
     assert states[1] == "done"
     assert states[0] not in ("done", "to run")

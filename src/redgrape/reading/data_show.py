@@ -113,15 +113,15 @@ def _classes(federation: Federation) -> RenderableType:
 
     table = Table(title="Classes by training examples", title_justify="left")
     tests = federation.counts("test") or []
-    for heading in ("group", "classes", "examples", "test", "members: examples, test"):
+    for heading in ("group", "classes", "examples", "test", "members: examples/test"):
         table.add_column(heading, justify="left" if heading[0] in "gm" else "right")
     for group in ("head", "middle", "tail"):
         members = getattr(federation.groups, group)
         counts = federation.class_counts[list(members)]
-        listed = [f"{federation.class_names[c]} {federation.class_counts[c]}, {tests[c]}" for c in members[:SHOWN]]
+        listed = [f"{federation.class_names[c]} {federation.class_counts[c]}/{tests[c]}" for c in members[:SHOWN]]
         more = [f"and {len(members) - SHOWN} more"] if len(members) > SHOWN else []
         tested = str(sum(tests[c] for c in members))
-        table.add_row(group, str(len(members)), str(counts.sum()), tested, cell("; ".join(listed + more)))
+        table.add_row(group, str(len(members)), str(counts.sum()), tested, cell(", ".join(listed + more)))
     return table
 
 
