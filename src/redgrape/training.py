@@ -189,7 +189,7 @@ class _Answers:
         self._refused[client] = reason
 
     def received(self, fewest: int) -> Received:
-        """What the server half gets, once all answers are there. TooFewClients, or Diverged, if fewer than these count."""
+        """What the server half gets once all answers are there. TooFewClients or Diverged if fewer than these count."""
         if self._sum is not None:
             return self._received_sum(self._sum, fewest)
         measures = {k: self._measures[k] for k in sorted(self._updates)}
@@ -263,8 +263,8 @@ def _first_state(
 
 
 def exchanged(method: Method, site: Site) -> tuple[Parts, Tree]:
-    """What crosses between clients and server with this method and the net of the site: the parts of an update, and what
-    an answer to the survey looks like."""
+    """What crosses between clients and server with this method and the net of the site: the parts of an update, and
+    what an answer to the survey looks like."""
     with determinism.global_stream(None):
         model = site.build().state_dict()
     return method.parts(model, site), survey_like(method, site)
