@@ -1,4 +1,4 @@
-"""The second term of RedGrape's Eq. (12): a pull on W along the gradient g_bal of balanced data, as long as the local one.
+"""The second term of RedGrape's Eq. (12): a pull on W along the gradient g_bal of balanced data.
 
 lambda g_bal ||g_local|| / ||g_bal||
 """
