@@ -112,6 +112,13 @@ class Exchange(BaseModel):
             return f"a secure sum shows no single updates, and {single}"
         if summed and self.rule != "mean":
             return f"a secure sum shows no single updates, and exchange.rule={self.rule} compares them"
+        sums = [part for part in parts.values() if isinstance(part, Sum)]
+        if sums and self.rule in ("median", "trimmed_mean"):
+            return (
+                f"the server adds parts of the updates up, and exchange.rule={self.rule} gives no sum; choose another"
+            )
+        if any(part.running for part in sums) and (self.clip is not None or self.rule == "norm_clipping"):
+            return "clients keep account of what they add to a running sum, and clipping would shorten it"
         if self.rule in ("norm_clipping", "multi_krum") and any(
             isinstance(p, Scalar) and p.weighs for p in parts.values()
         ):
