@@ -1,0 +1,1 @@
+"""An experiment carried out in its folder: description, files, checkpoints, client states."""

@@ -1,0 +1,40 @@
+"""Keys of experiments that have moved or are gone since 0.1: what to write instead."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from redgrape.errors import ConfigError
+
+EXCHANGE = {
+    "aggregation": "rule",
+    "byzantine": "byzantine",
+    "update_norm": "update_norm",
+    "dp_clip": "clip",
+    "dp_noise": "noise",
+    "dp_delta": "delta",
+    "dp_randomness": "randomness",
+    "min_count": "min_count",
+    "min_clients": "min_clients",
+    "prototype_clip": "class_clip",
+    "prototype_noise": "class_noise",
+}  # from [method] to [exchange]
+RENAMED = {"feddyn": {"a": "alpha"}}
+GONE = {"prototype_message": "table", "prototype_rank": "none", "prototype_precision": "single"}  # with their defaults
+
+
+def check(values: Mapping[str, Any]) -> None:
+    """Raise ConfigError, in one line, at the first key of [method] that has moved."""
+    method = values.get("method")
+    if not isinstance(method, Mapping) or str(method.get("name", "")).endswith(".py"):
+        return
+    if method.get("preset") == "private":
+        raise ConfigError("method.preset=private has moved: write exchange.preset=private")
+    for key in method:
+        if key in EXCHANGE:
+            raise ConfigError(f"method.{key} has moved: write exchange.{EXCHANGE[key]}")
+        if key in GONE:
+            raise ConfigError(f"method.{key} is gone: leave it out")
+        if new := RENAMED.get(str(method.get("name")), {}).get(str(key)):
+            raise ConfigError(f"method.{key} has another name: write method.{new}")
