@@ -23,7 +23,14 @@ from redgrape.engines import Answer, ClientHalf, Engine, Lost, SumOfAnswers
 from redgrape.engines.waiting_answers import Shelf
 from redgrape.errors import ConfigError, DataError, Diverged, TooFewClients
 from redgrape.exchange import Exchange, Parts, Received, plausible
-from redgrape.exchange.checks import MOST_EXAMPLES, NotFinite, UpdateRejected, check_survey, first_not_finite
+from redgrape.exchange.checks import (
+    MOST_EXAMPLES,
+    Inspection,
+    NotFinite,
+    UpdateRejected,
+    check_survey,
+    first_not_finite,
+)
 from redgrape.exchange.plausible import Measures
 from redgrape.learning.features import batchnorms
 from redgrape.method import ClientId, ClientSite, Method, ServerSite, Site
@@ -146,6 +153,7 @@ class _Answers:
     ) -> None:
         self._method, self._exchange, self._model = method, exchange, model
         self._parts = method.parts(model, site)
+        self._inspection = Inspection(self._parts, model, site.num_classes)
         self._asked, self._site, self._shelf, self._declared = frozenset(asked), site, shelf, declared
         self._updates: dict[ClientId, Tree] = {}
         self._measures: dict[ClientId, Measures] = {}
@@ -180,9 +188,9 @@ class _Answers:
 
     def _checked(self, client: ClientId, update: Tree) -> Measures:
         known = None if self._declared is None else self._declared(client)
-        self._exchange.check(update, self._parts, known, self._model, self._site.num_classes)
+        lengths = self._inspection.lengths(update, known)
         steps = self._method.steps(int(update["count"])) if "count" in update else None
-        return plausible.measured(update, self._parts, steps)
+        return plausible.measured(update, self._parts, lengths, steps)
 
     def _refuse(self, client: ClientId, reason: UpdateRejected) -> None:
         self._updates.pop(client, None)

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from torch import Tensor
 
-from redgrape.data.federation import Declared
 from redgrape.errors import ConfigError
 from redgrape.exchange import checks, rules, tables
 from redgrape.exchange.parts import ClassRows, Count, Direction, Parts, Scalar, Statistics, Sum, class_rows, directions
@@ -218,11 +217,6 @@ class Exchange(BaseModel):
                     summand[name] = {tensor: weight * t.double() for tensor, t in value.items()}
         return summand
 
-    def check(self, update: Any, parts: Parts, declared: Declared | None, model: Tensors, num_classes: int) -> None:
-        """Raise UpdateRejected if a client's update must not count. `declared`: what the client said of itself."""
-        checks.check(update, parts, declared, num_classes)
-        checks.check_length(update, parts, model)
-
     def receive(self, updates: Mapping[ClientId, Tree], parts: Parts, site: ServerSite) -> Received:
         return FromUpdates(self, parts, updates, site)
 
@@ -233,5 +227,5 @@ class Exchange(BaseModel):
         nothing = {name: checks.nothing(part) for name, part in parts.items()}
         checks.check_sum(total, self.summand(nothing, parts, site.num_classes), parts, len(clients))
         received = FromSum(self, parts, total, clients, site)
-        self.check(received.mean_update(), parts, None, model, site.num_classes)
+        checks.Inspection(parts, model, site.num_classes).lengths(received.mean_update(), None)
         return received

@@ -27,7 +27,6 @@ import torch
 from torch import Tensor
 
 from redgrape import tree
-from redgrape.exchange import rules
 from redgrape.exchange.checks import UpdateRejected
 from redgrape.exchange.parts import ClassRows, Direction, Parts, Statistics
 from redgrape.tree import Tensors, Tree
@@ -50,16 +49,16 @@ class Measures:
     statistics: Mapping[str, float]
 
 
-def measured(update: Tree, parts: Parts, steps: int | None) -> Measures:
-    """The measures of an update. Its statistics are held to the sent ones, which the part has, at once: UpdateRejected
-    names the tensor. `steps`: S, if it is known."""
+def measured(update: Tree, parts: Parts, lengths: Mapping[str, float], steps: int | None) -> Measures:
+    """The measures of an update whose parts have these lengths. Its statistics are held to the sent ones, which the
+    part has, at once: UpdateRejected names the tensor. `steps`: S, if it is known."""
     found: dict[str, float] = {}
     for name, part in parts.items():
         if isinstance(part, Statistics):
             found |= _statistics(name, update[name], part, steps)
     return Measures(
         int(update.get("count", 1)),
-        {name: rules.norm(update, [name]) for name, part in parts.items() if isinstance(part, Direction)},
+        {name: lengths[name] for name, part in parts.items() if isinstance(part, Direction)},
         {name: longest_feature(update[name]) for name, p in parts.items() if isinstance(p, ClassRows) and p.gradient},
         found,
     )
