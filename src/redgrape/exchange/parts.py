@@ -7,8 +7,9 @@
     Count        the examples that the client trained on, by which it counts
     ClassRows    a row for each class that the client reports, averaged over the clients that report it
 
-In an update a part is a tensor (Scalar, Count) or a group of named tensors. ClassRows are `classes` [m], in rising order,
-and for each tensor of `like` the m rows of these classes; with `weights="count"` also `counts` [m], the examples of each.
+In an update a part is a tensor (Scalar, Count) or a group of named tensors. ClassRows are `classes` [m], in rising
+order, and for each tensor of `like` the m rows of these classes; with `weights="count"` also `counts` [m], the examples
+of each.
 """
 
 from __future__ import annotations

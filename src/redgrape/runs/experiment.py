@@ -6,7 +6,6 @@ import math
 import re
 import tomllib
 from collections.abc import Callable, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any, Self, get_args
 
@@ -184,7 +183,7 @@ class Experiment(BaseModel):
 
     def builder(self, federation: Federation) -> Callable[[], Net]:
         """A callable that another process can be given, and that returns a fresh net."""
-        return partial(nets.build, self.net.name, federation.input_shape, federation.num_classes, self.seed)
+        return nets.builder(self.net.name, federation, self.seed)
 
     def first_model(self, federation: Federation) -> Tensors:
         """The weights that training starts from. The weights file is needed for that only, not to go on."""

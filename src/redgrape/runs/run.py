@@ -267,6 +267,26 @@ class Run:
             return None
 
 
+def run(
+    experiment: Experiment | Mapping[str, Any],
+    folder: Path | str,
+    *,
+    workers: int = 1,
+    device: str = "cpu",
+    data_root: Path | None = None,
+) -> RunFolder:
+    """Carry an experiment out in a folder of its own, and return that: `.summary()` has the result, `.metrics()` a record
+    for each round. A run that is there already, of the same experiment, goes on where it was left."""
+    described = experiment if isinstance(experiment, Experiment) else Experiment.parse(experiment)
+    path = Path(folder)
+    there = RunFolder.open(path) if (path / "experiment.toml").exists() else RunFolder.create(path, described)
+    if there.experiment() != described:
+        raise ConfigError(f"'{path}' holds another experiment; name another folder")
+    for _ in Run(there, workers=workers, device=device, data_root=data_root).steps():
+        pass
+    return there
+
+
 def site_of(experiment: Experiment, federation: Federation) -> Site:
     """The place before the first round, where it is told what an experiment exchanges."""
     place = (experiment.builder(federation), federation.num_clients, federation.num_classes)
