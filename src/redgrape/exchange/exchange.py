@@ -119,6 +119,12 @@ class Exchange(BaseModel):
                 f"exchange.rule={self.rule} keeps the weights that clients have, and in this method a client gets any "
                 "weight by the loss that it claims; choose median or trimmed_mean"
             )
+        for name, part in parts.items():
+            if isinstance(part, Sum) and self.rule in ("median", "trimmed_mean"):
+                return f"exchange.rule={self.rule} averages, and '{name}' is added up; choose krum or norm_clipping"
+            is_whole = isinstance(part, Sum) and not all(t.is_floating_point() for t in part.like.values())
+            if is_whole and (self.rule == "norm_clipping" or self.clip is not None):
+                return f"'{name}' adds up whole numbers, which cannot be clipped; leave exchange.clip and clipping out"
         if self.class_clip is not None and any(part.weights == "count" for part in rows.values()):
             return "class rows count by their examples, and exchange.class_clip bounds a mean of clients alike"
         if not self.mechanisms(parts, 1):
