@@ -368,6 +368,7 @@ DELTA: Parts = {"delta": Direction(vector(0)), "count": Count()}
 GRADIENTS: Parts = {**DELTA, "rows": ClassRows({"w": torch.zeros(1)}, gradient=True)}
 COUNTED: Parts = {**DELTA, "rows": ClassRows({"w": torch.zeros(1)}, "count")}
 REAL: Parts = {**DELTA, "tally": Sum(vector(0))}
+RUNNING: Parts = {**DELTA, "tally": Sum(vector(0), running=True)}
 WHOLE: Parts = {**DELTA, "tally": Sum({"n": torch.tensor(0)})}
 STATISTICS: Parts = {**DELTA, "buffers": Statistics({"running_mean": torch.zeros(1)}, {})}
 WEIGHING: Parts = {**DELTA, "f": Scalar(torch.tensor(0.0), least=0.0, weighs=True)}
@@ -382,10 +383,12 @@ REFUSED: list[tuple[dict[str, Any], Parts, dict[str, Any], str]] = [
     ],
     ({"rule": "norm_clipping"}, WEIGHING, {}, "exchange.rule=norm_clipping keeps the weights that clients have"),
     ({"rule": "multi_krum"}, WEIGHING, {}, "exchange.rule=multi_krum keeps the weights that clients have"),
-    ({"rule": "median"}, REAL, {}, "exchange.rule=median averages, and 'tally' is added up"),
-    ({"rule": "trimmed_mean"}, WHOLE, {}, "exchange.rule=trimmed_mean averages, and 'tally' is added up"),
-    ({"rule": "norm_clipping"}, WHOLE, {}, "'tally' adds up whole numbers, which cannot be clipped"),
-    ({"clip": 1.0}, WHOLE, {}, "'tally' adds up whole numbers, which cannot be clipped"),
+    ({"rule": "median"}, REAL, {}, "the server adds parts of the updates up, and exchange.rule=median gives no sum"),
+    ({"rule": "trimmed_mean"}, WHOLE, {}, "the server adds parts of the updates up, and exchange.rule=trimmed_mean gi"),
+    ({"rule": "norm_clipping"}, RUNNING, {}, "clients keep account of what they add to a running sum"),
+    ({"clip": 1.0}, RUNNING, {}, "clients keep account of what they add to a running sum"),
+    ({"rule": "norm_clipping"}, WHOLE, {}, "the server adds whole numbers of the updates up"),
+    ({"clip": 1.0}, WHOLE, {}, "the server adds whole numbers of the updates up"),
     ({"class_clip": 1.0}, COUNTED, {}, "class rows count by their examples, and exchange.class_clip bounds a mean"),
     (NOISE, STATISTICS, {}, "this net has running statistics"),
     (NOISE, DELTA, SINGLE, "exchange.noise hides single updates in an average, and the server looks at each"),
@@ -411,7 +414,8 @@ TOGETHER: list[tuple[dict[str, Any], Parts, dict[str, Any]]] = [
     (NOISE, {**DELTA, "buffers": Statistics({}, {})}, {}),
     ({"class_clip": 1.0, "class_noise": 1.0}, STATISTICS, SINGLE),  # there are no class rows to hide
     *[({"rule": rule}, COUNTED | STATISTICS, SINGLE) for rule in ("median", "trimmed_mean", "norm_clipping")],
-    *[({"rule": rule}, WHOLE, {}) for rule in ("krum", "multi_krum")],
+    *[({"rule": rule}, {**WHOLE, "change": RUNNING["tally"]}, {}) for rule in ("krum", "multi_krum")],
+    ({"rule": "norm_clipping"}, REAL, {}),
     *[({"rule": rule}, WEIGHING, {}) for rule in ("median", "trimmed_mean", "krum")],
 ]
 

@@ -112,6 +112,16 @@ class Exchange(BaseModel):
             return f"a secure sum shows no single updates, and {single}"
         if summed and self.rule != "mean":
             return f"a secure sum shows no single updates, and exchange.rule={self.rule} compares them"
+        sums = [part for part in parts.values() if isinstance(part, Sum)]
+        if sums and self.rule in ("median", "trimmed_mean"):
+            return (
+                f"the server adds parts of the updates up, and exchange.rule={self.rule} gives no sum; choose another"
+            )
+        if any(part.running for part in sums) and (self.clip is not None or self.rule == "norm_clipping"):
+            return "clients keep account of what they add to a running sum, and clipping would shorten it"
+        whole = any(not t.is_floating_point() for part in sums for t in part.like.values())
+        if whole and (self.clip is not None or self.rule == "norm_clipping"):
+            return "the server adds whole numbers of the updates up, and they cannot be clipped; choose another rule"
         if self.rule in ("norm_clipping", "multi_krum") and any(
             isinstance(p, Scalar) and p.weighs for p in parts.values()
         ):
@@ -119,12 +129,6 @@ class Exchange(BaseModel):
                 f"exchange.rule={self.rule} keeps the weights that clients have, and in this method a client gets any "
                 "weight by the loss that it claims; choose median or trimmed_mean"
             )
-        for name, part in parts.items():
-            if isinstance(part, Sum) and self.rule in ("median", "trimmed_mean"):
-                return f"exchange.rule={self.rule} averages, and '{name}' is added up; choose krum or norm_clipping"
-            is_whole = isinstance(part, Sum) and not all(t.is_floating_point() for t in part.like.values())
-            if is_whole and (self.rule == "norm_clipping" or self.clip is not None):
-                return f"'{name}' adds up whole numbers, which cannot be clipped; leave exchange.clip and clipping out"
         if self.class_clip is not None and any(part.weights == "count" for part in rows.values()):
             return "class rows count by their examples, and exchange.class_clip bounds a mean of clients alike"
         if not self.mechanisms(parts, 1):

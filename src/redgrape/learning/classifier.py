@@ -46,6 +46,20 @@ def summed_gradient(classifier: nn.Linear, h: Tensor, y: Tensor) -> Tensors:
 
 
 @torch.no_grad()
+def weighted_gradient(
+    classifier: nn.Linear, batches: Iterable[tuple[Tensor, Tensor]], class_weights: Tensor
+) -> Tensors:
+    """sum_i w_{y_i} (p_i - e_{y_i}) h_i^T and the same for the bias, over batches of features and labels."""
+    total = {name: torch.zeros_like(p) for name, p in classifier.named_parameters()}
+    for h, y in batches:
+        r = residual(classifier, h, y) * class_weights[y][:, None]
+        total["weight"] += r.T @ h
+        if "bias" in total:
+            total["bias"] += r.sum(dim=0)
+    return total
+
+
+@torch.no_grad()
 def class_mean_gradients(classifier: nn.Linear, batches: Iterable[tuple[Tensor, Tensor]], classes: Tensor) -> Tensors:
     """The mean gradient of each class on its own examples: weight [m, C, d] and bias [m, C] for the m `classes`.
 

@@ -36,7 +36,7 @@ from torch import Tensor
 from redgrape import tree
 from redgrape.exchange import Direction, Parts, Received
 from redgrape.learning import classifier, rebalancing
-from redgrape.learning.class_draws import at_most
+from redgrape.learning.class_draws import balanced
 from redgrape.learning.features import Statistics, features
 from redgrape.learning.local_training import WholeOrInfinite
 from redgrape.learning.schedule import Schedule, decay
@@ -178,16 +178,9 @@ class Balance:
         C, W = self.site.num_classes, self.net.classifier
         if not len(self.real_classes):
             return {name: g / C for name, g in self.from_prototypes.items()}
-        if self.drawn is None or self.method.balanced_draw == "step":
-            self.drawn = self._examples()
+        if self.drawn is None or self.method.balanced_draw == "step":  # D_bal
+            T = int(self.method.threshold)
+            self.drawn = balanced(self.site, T, self.real_classes, W.weight.dtype, self.draws, self.views)
         x, y = self.drawn
         real = classifier.summed_gradient(W, features(self.net.encoder, x, self.method.balanced_stats), y)
         return {name: (g / self.method.threshold + self.from_prototypes[name]) / C for name, g in real.items()}
-
-    def _examples(self) -> tuple[Tensor, Tensor]:
-        """D_bal: T examples of each class of L_bal, without replacement."""
-        labels = self.site.data.labels
-        rows = at_most(int(self.method.threshold), labels, self.draws)
-        rows = rows[torch.isin(labels[rows], self.real_classes)]
-        x = self.site.inputs(rows, self.net.classifier.weight.dtype, self.views)
-        return x, labels[rows].to(self.site.device)

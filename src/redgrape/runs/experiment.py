@@ -15,9 +15,6 @@ import tomli_w
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from redgrape import methods, nets
-from redgrape.runs import durable
-from redgrape.runs import moved_keys
-from redgrape.runs.checksums import hash_of
 from redgrape.data.federation import Federation
 from redgrape.data.prepare import DataOptions
 from redgrape.data.sources import READERS
@@ -25,6 +22,8 @@ from redgrape.errors import ConfigError, DataError, unknown
 from redgrape.exchange import Exchange
 from redgrape.method import Method
 from redgrape.nets.net import Net
+from redgrape.runs import durable, moved_keys
+from redgrape.runs.checksums import hash_of
 from redgrape.tree import Tensors
 from redgrape.validation import one_line, short
 
