@@ -118,6 +118,9 @@ class Exchange(BaseModel):
             )
         if any(part.running for part in sums) and (self.clip is not None or self.rule == "norm_clipping"):
             return "clients keep account of what they add to a running sum, and clipping would shorten it"
+        whole = any(not t.is_floating_point() for part in sums for t in part.like.values())
+        if whole and (self.clip is not None or self.rule == "norm_clipping"):
+            return "the server adds whole numbers of the updates up, and they cannot be clipped; choose another rule"
         if self.rule in ("norm_clipping", "multi_krum") and any(
             isinstance(p, Scalar) and p.weighs for p in parts.values()
         ):
