@@ -288,10 +288,6 @@ def stored(state: RunState) -> dict[int, bytes]:
     return {k: tree.to_bytes(s) for k, s in state.clients.items()}
 
 
-def test_a_thousand_are_tried() -> None:
-    assert len(CASES) * BAD_UPDATES >= 1000 and len({name for name, _ in CASES}) == len(methods.names()) == 14
-
-
 def checked(update: Any, parts: Parts, known: Declared | None, model: Mapping[str, Tensor]) -> None:
     Exchange().check(update, parts, known, dict(model), testing.CLASSES)
 
