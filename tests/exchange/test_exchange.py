@@ -343,6 +343,20 @@ def test_class_rows_are_clipped_class_by_class_at_the_server_and_at_the_site() -
             assert released.tolist() == [True, True, False]
 
 
+@pytest.mark.parametrize(
+    ("settings", "mean"),
+    [({}, 11), ({"rule": "median"}, 2), ({"rule": "norm_clipping"}, 5 / 3), ({"class_clip": 1.5}, 4 / 3)],
+)
+def test_a_class_row_may_be_one_number(settings: dict[str, Any], mean: float) -> None:
+    """1, 2 and 30: their mean, their median, with none above the median, and with none above 1.5."""
+    parts: Parts = {"rows": ClassRows({"loss": torch.tensor(0.0)})}
+    updates = {
+        k: {"rows": {"classes": torch.tensor([1]), "loss": torch.tensor([v])}} for k, v in enumerate((1.0, 2.0, 30.0))
+    }
+    means, released = Exchange(**settings).receive(updates, parts, toys.server_site(3, 3)).table("rows")
+    assert means["loss"].tolist() == pytest.approx([0, mean, 0]) and released.tolist() == [False, True, False]
+
+
 def test_clients_without_a_count_count_alike() -> None:
     """(2 + 4) / 2 and (1 + 5) / 2, one by one and as a sum."""
     parts: Parts = {"delta": Direction(vector(0)), "loss": Scalar(torch.tensor(0.0))}
