@@ -7,7 +7,6 @@ import math
 import os
 import signal
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -31,23 +30,14 @@ from redgrape.method import ClientSite, ServerSite
 from redgrape.methods.fedavg import FedAvg
 from redgrape.methods.redgrape import RedGrape
 from redgrape.training import RunState, Training, check_net, rounds, sample_clients
+from toys import VECTOR, examples, federation
 
-C, VECTOR = 3, (5,)
+C = 3
 LINEAR = functools.partial(nets.build, "linear", VECTOR, C, seed=0)
 
 
 def mlp() -> rg.Net:
     return nets.build("mlp", VECTOR, C, seed=0).double()
-
-
-def examples(counts: Sequence[int], seed: int = 0) -> rg.Examples:
-    y = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
-    noise = torch.randn(len(y), *VECTOR, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-    return rg.Examples(noise + y[:, None], y)
-
-
-def federation(*counts: Sequence[int], **options: Any) -> rg.Federation:
-    return rg.Federation([examples(c, k) for k, c in enumerate(counts)], examples([2] * C, 99), C, **options)
 
 
 # Trees

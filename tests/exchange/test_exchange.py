@@ -328,14 +328,33 @@ def test_noise_on_means_and_totals_has_the_size_that_is_asked_for() -> None:
         assert abs(float((received.mean("delta")["w"] * received.total("tally")["w"]).mean())) < 0.3
 
 
-def test_class_rows_are_clipped_at_the_site_too() -> None:
-    """(3, 4) is five times too long, (0, 0.5) is not: their mean is (0.3, 0.65). (0, 2) becomes (0, 1)."""
-    parts: Parts = {"rows": ClassRows({"w": torch.zeros(2)})}
-    updates = [{"rows": rows([0], [[3.0, 4.0]])}, {"rows": rows([0, 1], [[0.0, 0.5], [0.0, 2.0]])}]
-    for received in both(updates, parts, class_clip=1.0):
-        means, released = received.table("rows")
-        torch.testing.assert_close(means["w"], torch.tensor([[0.3, 0.65], [0, 1], [0, 0]]))
-        assert released.tolist() == [True, True, False]
+def test_class_rows_are_clipped_class_by_class_at_the_server_and_at_the_site() -> None:
+    """Over its tensors together (3, 4) is five times too long and (0, 0.5) is not: their mean is (0.3, 0.65). (0, 2)
+    becomes (0, 1). A clip that nothing reaches changes nothing."""
+    parts: Parts = {"rows": ClassRows({"w": torch.zeros(1), "b": torch.zeros(())})}
+    updates = [
+        {"rows": rows([0], [[3.0]]) | {"b": torch.tensor([4.0])}},
+        {"rows": rows([0, 1], [[0.0], [0.0]]) | {"b": torch.tensor([0.5, 2.0])}},
+    ]
+    for longest, w, b in ((1.0, [0.3, 0, 0], [0.65, 1, 0]), (9.0, [1.5, 0, 0], [2.25, 2, 0])):
+        for received in both(updates, parts, class_clip=longest):
+            means, released = received.table("rows")
+            assert means["w"][:, 0].tolist() == pytest.approx(w) and means["b"].tolist() == pytest.approx(b)
+            assert released.tolist() == [True, True, False]
+
+
+@pytest.mark.parametrize(
+    ("settings", "mean"),
+    [({}, 11), ({"rule": "median"}, 2), ({"rule": "norm_clipping"}, 5 / 3), ({"class_clip": 1.5}, 4 / 3)],
+)
+def test_a_class_row_may_be_one_number(settings: dict[str, Any], mean: float) -> None:
+    """1, 2 and 30: their mean, their median, with none above the median, and with none above 1.5."""
+    parts: Parts = {"rows": ClassRows({"loss": torch.tensor(0.0)})}
+    updates = {
+        k: {"rows": {"classes": torch.tensor([1]), "loss": torch.tensor([v])}} for k, v in enumerate((1.0, 2.0, 30.0))
+    }
+    means, released = Exchange(**settings).receive(updates, parts, toys.server_site(3, 3)).table("rows")
+    assert means["loss"].tolist() == pytest.approx([0, mean, 0]) and released.tolist() == [False, True, False]
 
 
 def test_clients_without_a_count_count_alike() -> None:
