@@ -21,8 +21,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-
 import victims
+from victims import contents
+
 from redgrape.cli import main as cli
 from redgrape.engines import in_process
 from redgrape.errors import RedgrapeError, StorageError
@@ -31,7 +32,6 @@ from redgrape.runs import checksums, durable
 from redgrape.runs.experiment import Experiment
 from redgrape.runs.folder import FORMAT, RunFolder
 from redgrape.runs.run import DECIDING, Run
-from victims import contents
 
 Values = Callable[..., dict[str, Any]]
 Tally = Callable[..., None]
