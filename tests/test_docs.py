@@ -127,7 +127,9 @@ def test_commands_describe_experiments_that_can_be(page: Path) -> None:
         specs = getattr(options, "methods", [shared.get("name", "redgrape")])
         for spec in specs:
             absolute = str(ROOT / spec) if spec.endswith(".py") else spec
-            Experiment.parse({**values, "method": training.method_spec(absolute, shared)})
+            chosen = {**values, "method": dict(shared)}
+            training.with_method(chosen, absolute)
+            Experiment.parse(chosen)
 
 
 def test_scripts_named_in_documents_exist() -> None:

@@ -120,7 +120,7 @@ class ServerSite(Site):
 class Method(LocalTraining, ABC):
     """Hyper-parameters as frozen, checked fields; the two halves as pure functions.
 
-    One round: server -> broadcast() -> engine -> client_update() at each client -> exchange -> server_update() -> server.
+    One round: server -> broadcast() -> engine -> client_update() at each client -> exchange -> server_update().
     `server["model"]` is always what one would deploy and evaluate. Every `server_update` takes what was received from
     any non-empty subset of the clients asked.
     """
@@ -150,12 +150,12 @@ class Method(LocalTraining, ABC):
 
     @abstractmethod
     def parts(self, model: Tensors, site: Site) -> Parts:
-        """What an update is made of, for clients that receive this model. All that a client sends is described here; the
-        exchange checks, protects and reduces it by that."""
+        """What an update is made of, for clients that receive this model. All that a client sends is described here.
+        The exchange checks, protects and reduces it by that."""
 
     def survey(self, site: ClientSite) -> Tree:
-        """What the method must know of the clients before the first round. Each client answers once, and the server gets
-        the sum alone. A client without examples answers zeros. Empty: nothing is asked."""
+        """What the method must know of the clients before the first round. Each client answers once, and the server
+        gets the sum alone. A client without examples answers zeros. Empty: nothing is asked."""
         return {}
 
     @abstractmethod

@@ -189,7 +189,7 @@ class _Answers:
         self._refused[client] = reason
 
     def received(self, fewest: int) -> Received:
-        """What the server half gets, once all answers are there. TooFewClients, or Diverged, if fewer than these count."""
+        """What the server half gets once all answers are there. TooFewClients or Diverged if fewer than these count."""
         if self._sum is not None:
             return self._received_sum(self._sum, fewest)
         measures = {k: self._measures[k] for k in sorted(self._updates)}
@@ -263,8 +263,8 @@ def _first_state(
 
 
 def exchanged(method: Method, site: Site) -> tuple[Parts, Tree]:
-    """What crosses between clients and server with this method and the net of the site: the parts of an update, and what
-    an answer to the survey looks like."""
+    """What crosses between clients and server with this method and the net of the site: the parts of an update, and
+    what an answer to the survey looks like."""
     with determinism.global_stream(None):
         model = site.build().state_dict()
     return method.parts(model, site), survey_like(method, site)
@@ -468,13 +468,44 @@ class Training:
         self.close()
 
 
+class History(list[dict[str, Any]]):
+    """One record a round, in order."""
+
+    def column(self, name: str) -> list[Any]:
+        """A figure of every round by its joined name, such as `test.accuracy`; None where a round has none."""
+
+        def found(record: Any, parts: Sequence[str]) -> Any:
+            for part in parts:
+                record = record.get(part) if isinstance(record, Mapping) else None
+            return record
+
+        return [found(record, name.split(".")) for record in self]
+
+    def to_pandas(self) -> Any:
+        """A DataFrame with a row for each round and a column for each single figure; needs pandas."""
+        try:
+            from pandas import DataFrame
+        except ImportError as error:
+            raise ConfigError("a history as a DataFrame needs pandas; pip install pandas") from error
+        names = dict.fromkeys(name for record in self for name in _figures(record))
+        return DataFrame({name: self.column(name) for name in names})
+
+
+def _figures(record: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    for name, value in record.items():
+        if isinstance(value, Mapping):
+            yield from _figures(value, f"{prefix}{name}.")
+        elif isinstance(value, int | float):
+            yield prefix + name
+
+
 @dataclass(frozen=True)
 class Result:
     """server: the final state, named tensors; net: the inference model (P and W); history: one record a round."""
 
     server: Tree
     net: Net
-    history: list[dict[str, Any]]
+    history: History
 
 
 def train(
@@ -501,7 +532,7 @@ def train(
     `stack`: train so many clients of equal size as one, where the method and the
     net allow it; fast for small nets, with results that agree to rounding instead of in bits.
     """
-    history = []
+    history = History()
     with Training(
         method,
         federation,

@@ -165,7 +165,9 @@ def _parser() -> argparse.ArgumentParser:
 
     command = add("compare", "training", "train several methods on the same split and seeds")
     command.add_argument(
-        "methods", nargs="+", help="methods, each with hyper-parameters where wanted: redgrape:lam=0.2,norm=per_tensor"
+        "methods",
+        nargs="+",
+        help="methods, each with settings of its own if wanted: redgrape:lam=0.2,exchange.preset=private",
     )
     command.add_argument("--experiment", type=_path, metavar="FILE", help="a TOML file that describes the rest")
     command.add_argument("--preset", dest="set:method.preset", metavar="NAME", help="the preset of all of them")

@@ -1,1 +1,26 @@
 """Data: sources, long tails, partitions, and the federation they make."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from redgrape.data.federation import Federation
+
+
+def load(source: str, *, seed: int = 0, root: Path | None = None, **options: Any) -> Federation:
+    """A federation by the options of an experiment's section [data]: `load("digits", ir=50.0, clients=10)`.
+
+    `source`: a data set by its name, a folder of images, or an .npz file. `root`: where data sets are.
+    """
+    from pydantic import ValidationError
+
+    from redgrape.data.prepare import DataOptions, prepare
+    from redgrape.validation import one_line
+
+    try:
+        checked = DataOptions(source=source, **options)
+    except ValidationError as error:
+        raise one_line(error, DataOptions, "data") from error
+    return prepare(checked, seed, root)

@@ -55,8 +55,8 @@ class Engine(Protocol):
         self, broadcast: Tree, clients: Sequence[ClientId], states: Mapping[ClientId, Tree], round: int
     ) -> Iterator[tuple[ClientId | None, Answer | SumOfAnswers | Lost]]:
         """One round of these clients: their answers as they arrive, in any order; or their sum alone, of no client. May
-        answer for fewer than were asked, and say why. Nothing is checked here. `states` has those of the clients that have one; each may lie on a disk
-        and is looked up when its client runs, so that not all of them are in memory at once."""
+        answer for fewer than were asked, and say why. Nothing is checked here. `states` has those of the clients that
+        have one. A state may lie on a disk and is looked up when its client runs, so not all are in memory at once."""
         ...
 
     def survey(self, clients: Sequence[ClientId]) -> Iterator[tuple[ClientId | None, Tree]]:

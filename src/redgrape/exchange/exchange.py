@@ -1,8 +1,8 @@
 """The exchange: what happens to an update between client and server, for every method.
 
-At the client it drops the rows of classes below min_count. At the server it checks an update by its parts, and reduces a
-round's updates: by the rule, clipped, with noise. In a secure sum the client clips, since nobody sees single updates,
-and adds its parts to the sum: a lying client is not bounded then.
+At the client it drops the rows of classes below min_count. At the server it checks an update by its parts, and reduces
+a round's updates: by the rule, clipped, with noise. In a secure sum the client clips, since nobody sees single updates,
+and adds its parts to the sum. A lying client is not bounded then.
 
 The order is fixed, and `refuses` is the one table of what does not go together.
 """
@@ -112,6 +112,13 @@ class Exchange(BaseModel):
             return f"a secure sum shows no single updates, and {single}"
         if summed and self.rule != "mean":
             return f"a secure sum shows no single updates, and exchange.rule={self.rule} compares them"
+        sums = [part for part in parts.values() if isinstance(part, Sum)]
+        if sums and self.rule in ("median", "trimmed_mean"):
+            return (
+                f"the server adds parts of the updates up, and exchange.rule={self.rule} gives no sum; choose another"
+            )
+        if any(part.running for part in sums) and (self.clip is not None or self.rule == "norm_clipping"):
+            return "clients keep account of what they add to a running sum, and clipping would shorten it"
         if self.rule in ("norm_clipping", "multi_krum") and any(
             isinstance(p, Scalar) and p.weighs for p in parts.values()
         ):
@@ -146,15 +153,15 @@ class Exchange(BaseModel):
         counted = rules.most_counted(self.rule, self.byzantine, clients)
         if class_rows(parts) and counted < self.min_clients:
             raise ConfigError(
-                f"exchange.min_clients is {self.min_clients}, and of a round's {clients} clients {counted} count: no class "
-                "would ever be released; lower min_clients or ask more clients"
+                f"exchange.min_clients is {self.min_clients}, and of a round's {clients} clients {counted} count: no "
+                "class would ever be released; lower min_clients or ask more clients"
             )
 
     def check_clients(self, clients: int) -> None:
         if clients < self.fewest_answers():
             raise ConfigError(
-                f"exchange.rule is {self.rule}, and against byzantine={self.byzantine} it needs {self.fewest_answers()} "
-                f"clients a round; there are {clients}: lower byzantine or ask more clients"
+                f"exchange.rule is {self.rule}, and against byzantine={self.byzantine} it needs "
+                f"{self.fewest_answers()} clients a round; there are {clients}: lower byzantine or ask more clients"
             )
 
     def fewest_answers(self) -> int:
@@ -188,8 +195,8 @@ class Exchange(BaseModel):
         return {**update, **kept}
 
     def summand(self, update: Tree, parts: Parts, num_classes: int) -> dict[str, Any]:
-        """What a client adds to a secure sum in place of its update: dense, weighted, clipped. Neither its names nor its
-        shapes tell what the client holds."""
+        """What a client adds to a secure sum in place of its update: dense, weighted, clipped. Neither names nor shapes
+        depend on what the client holds."""
         if self.clip is not None:
             (update,) = rules.clip([update], directions(parts), self.clip)
         n = int(update["count"]) if "count" in update else 1

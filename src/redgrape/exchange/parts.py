@@ -7,8 +7,9 @@
     Count        the examples that the client trained on, by which it counts
     ClassRows    a row for each class that the client reports, averaged over the clients that report it
 
-In an update a part is a tensor (Scalar, Count) or a group of named tensors. ClassRows are `classes` [m], in rising order,
-and for each tensor of `like` the m rows of these classes; with `weights="count"` also `counts` [m], the examples of each.
+In an update a part is a tensor (Scalar, Count) or a group of named tensors. ClassRows are `classes` [m], in rising
+order, and for each tensor of `like` the m rows of these classes; with `weights="count"` also `counts` [m], the examples
+of each.
 """
 
 from __future__ import annotations
@@ -35,9 +36,11 @@ class Direction:
 
 @dataclass(frozen=True)
 class Sum:
-    """What is simply added up."""
+    """What is simply added up, in float64. `running`: it is the change of a sum that the client keeps account of, so it
+    must be added as it was sent."""
 
     like: Tensors
+    running: bool = False
 
 
 @dataclass(frozen=True)
@@ -100,5 +103,6 @@ def class_rows(parts: Mapping[str, Part]) -> dict[str, ClassRows]:
 
 
 def directions(parts: Mapping[str, Part]) -> list[str]:
-    """The parts whose length is bounded together: those that the server steps along or adds up, in order of names."""
-    return sorted(name for name, part in parts.items() if isinstance(part, Direction | Sum))
+    """The parts whose length is bounded together, in order of names: those that the server steps along or adds up."""
+    bounded = (name for name, part in parts.items() if not (isinstance(part, Sum) and part.running))
+    return sorted(name for name in bounded if isinstance(parts[name], Direction | Sum))

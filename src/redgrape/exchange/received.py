@@ -41,7 +41,7 @@ class Received(ABC):
         return mean
 
     def total(self, part: str) -> Tensors:
-        """The sum of a Sum."""
+        """The sum of a Sum; real numbers in float64."""
         total = self._total(part)
         real = {name: t for name, t in total.items() if t.is_floating_point()}
         return total | self._noisy(real, self.exchange.deviation, part)
@@ -210,7 +210,7 @@ class FromUpdates(Received):
             exact = torch.zeros(first.shape, dtype=torch.float64 if first.is_floating_point() else first.dtype)
             for group in groups:
                 exact += group[name]
-            total[name] = exact.to(first.dtype)
+            total[name] = exact
         return total
 
     def _rows(self, part: str, described: ClassRows, old: Tensors) -> Tensors:
@@ -274,7 +274,7 @@ class FromSum(Received):
     def _total(self, part: str) -> Tensors:
         described = self.parts[part]
         assert isinstance(described, Sum)
-        return {name: self._sum[part][name].to(like.dtype) for name, like in described.like.items()}
+        return {name: self._sum[part][name] for name in described.like}
 
     def _rows(self, part: str, described: ClassRows, old: Tensors) -> Tensors:
         sums, clients = self._sum[part], self.contributors(part)
@@ -298,7 +298,7 @@ class FromSum(Received):
                 case Scalar():
                     update[name] = (self._sum[name] / self._examples).to(part.like.dtype)
                 case Sum():
-                    update[name] = self._total(name)
+                    update[name] = {n: self._sum[name][n].to(like.dtype) for n, like in part.like.items()}
                 case ClassRows():
                     clients = self.contributors(name)
                     classes = (clients > 0).nonzero().flatten()

@@ -128,8 +128,8 @@ def clipped(rows: Tree, like: Tensors, longest: float) -> Tensors:
 
 
 def dense(rows: Tree, like: Tensors, C: int) -> Tensors:
-    """A client's rows as tables of all C classes with zeros where it reports none, each times what it counts in the mean:
-    one, or the client's examples of the class. `clients` is one where it reports a class."""
+    """A client's rows as tables of all C classes, zero where it reports none, times what it counts in the mean: one, or
+    the client's examples of the class. `clients` is one where it reports a class."""
     classes, counts = rows["classes"], rows.get("counts")
 
     def table(values: Tensor) -> Tensor:

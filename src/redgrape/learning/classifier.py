@@ -1,4 +1,4 @@
-"""Gradients of the cross-entropy with respect to a linear classifier, in closed form.
+"""The linear classifier W of a net: where it starts, and gradients of its cross-entropy in closed form.
 
 For p = softmax(W h + b) the loss of an example (h, y) has the gradient (p - e_y) h^T for W and p - e_y for b. So one
 forward pass gives the gradients of any grouping of examples, without a graph.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -46,6 +46,20 @@ def summed_gradient(classifier: nn.Linear, h: Tensor, y: Tensor) -> Tensors:
 
 
 @torch.no_grad()
+def weighted_gradient(
+    classifier: nn.Linear, batches: Iterable[tuple[Tensor, Tensor]], class_weights: Tensor
+) -> Tensors:
+    """sum_i w_{y_i} (p_i - e_{y_i}) h_i^T and the same for the bias, over batches of features and labels."""
+    total = {name: torch.zeros_like(p) for name, p in classifier.named_parameters()}
+    for h, y in batches:
+        r = residual(classifier, h, y) * class_weights[y][:, None]
+        total["weight"] += r.T @ h
+        if "bias" in total:
+            total["bias"] += r.sum(dim=0)
+    return total
+
+
+@torch.no_grad()
 def class_mean_gradients(classifier: nn.Linear, batches: Iterable[tuple[Tensor, Tensor]], classes: Tensor) -> Tensors:
     """The mean gradient of each class on its own examples: weight [m, C, d] and bias [m, C] for the m `classes`.
 
@@ -73,13 +87,17 @@ def class_mean_gradients(classifier: nn.Linear, batches: Iterable[tuple[Tensor, 
 
 
 @torch.no_grad()
-def local_class_gradients(net: Net, site: ClientSite, view: torch.Generator | None = None) -> Tensors:
+def local_class_gradients(
+    net: Net, site: ClientSite, view: torch.Generator | None = None, *, counted: bool = False
+) -> Tensors:
     """The mean gradient of each class that the client reports, at this net's classifier: `classes` [m], and for each of
-    the classifier's tensors the m gradients. Evaluation mode, one forward pass; augmented if a generator is given."""
+    the classifier's tensors the m gradients; if `counted`, `counts` [m], the examples behind each. Evaluation mode, one
+    forward pass; augmented if a generator is given."""
     classes = site.reported.nonzero().flatten()
     rows = site.reported[site.data.labels].nonzero().flatten()
     gradients = class_mean_gradients(net.classifier, encoded(net, site, rows, view), classes.to(site.device))
-    return {"classes": classes, **{name: g.cpu() for name, g in gradients.items()}}
+    found = {"classes": classes, **{name: g.cpu() for name, g in gradients.items()}}
+    return found | ({"counts": site.class_counts[classes]} if counted else {})
 
 
 def encoded(
@@ -94,10 +112,10 @@ def encoded(
 def gradient_rows(model: Tensors, site: Site, weights: Literal["uniform", "count"] = "uniform") -> ClassRows:
     """The part of an update that has class gradients of the classifier."""
     signed = never_negative(site.load(model).encoder)
-    return ClassRows(classifier_of(model), weights, gradient=True, signed=signed)
+    return ClassRows(of(model), weights, gradient=True, signed=signed)
 
 
-def classifier_of(model: Tensors) -> Tensors:
+def of(model: Tensors) -> Tensors:
     """W among the model's named tensors, by the names `weight` and `bias`."""
     return {name.removeprefix("classifier."): t for name, t in model.items() if name.startswith("classifier.")}
 
@@ -107,6 +125,20 @@ def fresh_classifier(like: Tensors, random: torch.Generator) -> Tensors:
     bound = 1 / math.sqrt(like["weight"].shape[1])
     drawn = (name for name in ("weight", "bias") if name in like)  # in this order, whatever that of the names
     return {name: torch.empty_like(like[name]).uniform_(-bound, bound, generator=random) for name in drawn}
+
+
+Start: TypeAlias = Literal["default", "zeros", "copy"]
+
+
+def first(like: Tensors, start: Start, random: torch.Generator) -> Tensors:
+    """Where a second classifier starts: as an independent nn.Linear, from zeros, or where the first one does."""
+    match start:
+        case "zeros":
+            return {name: torch.zeros_like(t) for name, t in like.items()}
+        case "copy":
+            return {name: t.clone() for name, t in like.items()}
+        case "default":
+            return fresh_classifier(like, random)
 
 
 def linear_like(classifier: nn.Linear, values: Tensors | None) -> nn.Linear:
@@ -123,6 +155,11 @@ def linear_like(classifier: nn.Linear, values: Tensors | None) -> nn.Linear:
         return twin.requires_grad_(False)
     twin.load_state_dict(values)
     return twin
+
+
+def empty_table(like: Tensors, C: int) -> Tensors:
+    """A table without gradients: a zero row for every class."""
+    return {name: t.new_zeros(C, *t.shape) for name, t in like.items()}
 
 
 def table_sum(table: Tensors, classes: Tensor, dtype: torch.dtype) -> Tensors:

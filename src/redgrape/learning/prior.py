@@ -42,7 +42,7 @@ class Prior:
     source: PriorSource
 
     def check(self, method: LocalTraining) -> None:
-        """Raise ValueError if the estimate, which reckons with the steps of plain sgd, would be wrong without a word."""
+        """Raise ValueError if the estimate, which reckons with steps of plain sgd, would be silently wrong."""
         plain = method.optimizer == "sgd" and method.clip_norm is None and not method.weight_decay
         if self.source == "estimated" and not plain:
             raise ValueError(

@@ -34,6 +34,14 @@ def load(name: str) -> type[Method]:
     return _only_method(importlib.import_module(f"{__name__}.{name}"), name)
 
 
+def by_class(name: str) -> type[Method] | None:
+    """The class of this name among the methods that come with redgrape: `by_class("RedGrape")`."""
+    for module in names():
+        if module.replace("_", "") == name.lower() and (method := load(module)).__name__ == name:
+            return method
+    return None
+
+
 def reference(method: type[Method]) -> type[Method] | str:
     """How another process finds the class: the path where it was loaded from a file, else the class itself."""
     module = sys.modules[method.__module__]

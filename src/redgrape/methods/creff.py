@@ -23,15 +23,8 @@ from torch import Tensor
 
 from redgrape.errors import ConfigError
 from redgrape.exchange import Parts, Received
+from redgrape.learning import classifier
 from redgrape.learning.class_draws import at_most
-from redgrape.learning.classifier import (
-    class_mean_gradients,
-    classifier_of,
-    encoded,
-    fresh_classifier,
-    gradient_rows,
-    local_class_gradients,
-)
 from redgrape.learning.gradient_matching import Distance, match
 from redgrape.method import ClientSite, ServerSite, Site
 from redgrape.methods.fedavg import FedAvg
@@ -77,7 +70,7 @@ class CReFF(FedAvg):
     cheap: ClassVar = {"retrain_epochs": 2, "match_steps": 2, "features_per_class": 3}
 
     def parts(self, model: Tensors, site: Site) -> Parts:
-        return {**super().parts(model, site), "class_gradients": gradient_rows(model, site)}
+        return {**super().parts(model, site), "class_gradients": classifier.gradient_rows(model, site)}
 
     def init_server(self, model: Tensors, site: ServerSite) -> Tree:
         if "classifier.bias" not in model:
@@ -87,7 +80,7 @@ class CReFF(FedAvg):
         noise = torch.empty(C, self.features_per_class, d, dtype=weight.dtype)
         return {
             "model": model,
-            "psi": fresh_classifier(classifier_of(model), site.generator("first psi")),
+            "psi": classifier.fresh_classifier(classifier.of(model), site.generator("first psi")),
             "head": _classifier(model),
             "features": noise.normal_(generator=site.generator("federated features")),
         }
@@ -106,14 +99,13 @@ class CReFF(FedAvg):
         net = site.load(broadcast["model"])
         net.classifier.load_state_dict(broadcast["psi"])
         if self.gradient_draw == "all":
-            return local_class_gradients(net, site)
+            return classifier.local_class_gradients(net, site)
         labels, classes = site.data.labels, site.reported.nonzero().flatten()
         random, view = site.generator("gradient draws"), site.generator("gradient view")
         draws = [at_most(32, labels, random) for _ in range(10)]
-        means = [
-            class_mean_gradients(net.classifier, encoded(net, site, rows, view), classes.to(site.device))
-            for rows in (rows[site.reported[labels[rows]]] for rows in draws)
-        ]
+        reported = (rows[site.reported[labels[rows]]] for rows in draws)
+        batches = (classifier.encoded(net, site, rows, view) for rows in reported)
+        means = [classifier.class_mean_gradients(net.classifier, each, classes.to(site.device)) for each in batches]
         mean = {name: torch.stack([m[name] for m in means]).mean(dim=0).cpu() for name in means[0]}
         return {"classes": classes, **mean}
 
@@ -150,7 +142,7 @@ class CReFF(FedAvg):
         C, n, d = features.shape
         lr = self.learning_rate(site) if self.retrain_lr is None else self.retrain_lr
         random = site.generator("re-training")
-        start = fresh_classifier(like, random)
+        start = classifier.fresh_classifier(like, random)
         W = torch.cat([start["weight"], start["bias"][:, None]], dim=1)
         h = torch.cat([features.reshape(C * n, d), torch.ones(C * n, 1, dtype=features.dtype)], dim=1)
         target = torch.eye(C, dtype=features.dtype).repeat_interleave(n, dim=1)  # [C, C n]

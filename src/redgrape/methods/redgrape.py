@@ -35,16 +35,8 @@ from torch import Tensor
 
 from redgrape import tree
 from redgrape.exchange import Direction, Parts, Received
-from redgrape.learning.class_draws import at_most
-from redgrape.learning.classifier import (
-    classifier_of,
-    fresh_classifier,
-    gradient_rows,
-    linear_like,
-    local_class_gradients,
-    summed_gradient,
-    table_sum,
-)
+from redgrape.learning import classifier, rebalancing
+from redgrape.learning.class_draws import balanced
 from redgrape.learning.features import Statistics, features
 from redgrape.learning.local_training import WholeOrInfinite
 from redgrape.learning.schedule import Schedule, decay
@@ -54,8 +46,6 @@ from redgrape.nets.net import Net
 from redgrape.tree import Tensors, Tree
 from redgrape.validation import LARGEST
 
-_TINY = 1e-12  # a balanced gradient below this norm has no direction
-
 
 class RedGrape(FedAvg):
     """Re-balances the classifier during local training, with real examples and gradient prototypes."""
@@ -64,27 +54,14 @@ class RedGrape(FedAvg):
     lam_schedule: Schedule = Field("constant", description="decay of lambda over the rounds")
     lam_final: float = Field(0.01, ge=0, le=1, description="fraction of lambda in the last round, if it decays")
     threshold: WholeOrInfinite = Field(8.0, ge=1, description="T: from this many examples on they serve a class")
-    placement: Literal["in_gradient", "after_step"] = Field(
-        "in_gradient", description="re-balance through the optimizer, as Eq. (12), or by a plain step after its step"
-    )
-    norm: Literal["joint", "per_tensor"] = Field("joint", description="one ratio for weight and bias, or one for each")
-    extra_init: Literal["default", "zeros", "copy"] = Field(
-        "default", description="start of W_hat: an independent nn.Linear, zeros, or W's own start"
-    )
-    unseen: Literal["skip", "mean"] = Field(
-        "skip", description="a class without a prototype adds nothing, or the mean of the prototypes that there are"
-    )
+    placement: Literal["in_gradient", "after_step"] = Field("in_gradient", description="where Eq. (12) adds the pull")
+    norm: rebalancing.Norm = Field("joint", description="one ratio for weight and bias, or one for each")
+    extra_init: classifier.Start = Field("default", description="start of W_hat: an nn.Linear of its own, zeros, W's")
+    unseen: Literal["skip", "mean"] = Field("skip", description="a class without prototype adds nothing, or the mean")
     balanced_draw: Literal["round", "step"] = Field("round", description="draw D_bal once a round, or for every step")
-    balanced_stats: Statistics = Field(
-        "batch",
-        description="BatchNorm on D_bal: the batch's statistics, also updating the buffers, or the running ones",
-    )
-    prototype_weights: Literal["uniform", "count"] = Field(
-        "uniform", description="average prototypes over clients alike, or by their examples of the class"
-    )
-    prototype_view: Literal["plain", "augmented"] = Field(
-        "plain", description="make prototypes from the examples as they are, or from an augmented view"
-    )
+    balanced_stats: Statistics = Field("batch", description="whose BatchNorm statistics D_bal uses, and updates")
+    prototype_weights: Literal["uniform", "count"] = Field("uniform", description="what a client counts in Eq. (14)")
+    prototype_view: Literal["plain", "augmented"] = Field("plain", description="the examples that prototypes are of")
     max_age: int | None = Field(None, ge=0, le=10**9, description="do not use prototypes older than this many rounds")
     use_prototypes: bool = Field(True, description="ablation: serve missing classes by prototypes")
     use_real_data: bool = Field(True, description="ablation: serve classes by real examples")
@@ -101,36 +78,23 @@ class RedGrape(FedAvg):
             "prototype_view": "augmented",
         },
     }
-    fidelity: ClassVar[str] = (
-        "from the paper, with the preset `released` after the authors' code; docs/paper.md lists every choice"
-    )
+    fidelity: ClassVar[str] = "from the paper; preset `released` after the authors' code; see docs/paper.md"
 
     def parts(self, model: Tensors, site: Site) -> Parts:
         parts = super().parts(model, site)
         if self.use_prototypes:
-            parts["prototypes"] = gradient_rows(model, site, self.prototype_weights)
+            parts["prototypes"] = classifier.gradient_rows(model, site, self.prototype_weights)
         if self.two_stream:
-            parts["delta_W_hat"] = Direction(classifier_of(model))
+            parts["delta_W_hat"] = Direction(classifier.of(model))
         return parts
 
     def init_server(self, model: Tensors, site: ServerSite) -> Tree:
-        W, C = classifier_of(model), site.num_classes
-        server: dict[str, Any] = {
-            "model": model,
-            "prototypes": {name: w.new_zeros(C, *w.shape) for name, w in W.items()},
-            "seen": torch.zeros(C, dtype=torch.bool),
-            "age": torch.zeros(C, dtype=torch.int64),  # rounds since the class's prototype was made
-        }
-        return server | ({"W_hat": self._first_W_hat(W, site)} if self.two_stream else {})
-
-    def _first_W_hat(self, W: Tensors, site: ServerSite) -> Tensors:
-        match self.extra_init:
-            case "zeros":
-                return {name: torch.zeros_like(w) for name, w in W.items()}
-            case "copy":
-                return {name: w.clone() for name, w in W.items()}
-            case "default":
-                return fresh_classifier(W, site.generator("W_hat"))
+        W, C = classifier.of(model), site.num_classes
+        server: dict[str, Any] = {"model": model, "prototypes": classifier.empty_table(W, C)}
+        server |= {"seen": torch.zeros(C, dtype=torch.bool), "age": torch.zeros(C, dtype=torch.int64)}
+        if self.two_stream:
+            server["W_hat"] = classifier.first(W, self.extra_init, site.generator("W_hat"))
+        return server
 
     def broadcast(self, server: Tree) -> Tree:
         usable = server["seen"] if self.max_age is None else server["seen"] & (server["age"] <= self.max_age)
@@ -140,7 +104,7 @@ class RedGrape(FedAvg):
     def client_update(self, broadcast: Tree, state: Tree, site: ClientSite) -> tuple[Tree, Tree]:
         """Algorithm 1."""
         net = self.load_for_training(broadcast["model"], site)
-        W, W_hat = net.classifier, linear_like(net.classifier, broadcast.get("W_hat"))
+        W, W_hat = net.classifier, classifier.linear_like(net.classifier, broadcast.get("W_hat"))
         prototypes = self._local_prototypes(net, site) if self.use_prototypes else {}  # line 1
         balance = Balance(self, broadcast, net, site)
         optimizer = self.make_optimizer([*net.parameters(), *W_hat.parameters()], site)
@@ -168,8 +132,7 @@ class RedGrape(FedAvg):
     def _local_prototypes(self, net: Net, site: ClientSite) -> Tensors:
         """Eq. (10), by W alone."""
         view = site.generator("prototype view") if self.prototype_view == "augmented" else None
-        rows = local_class_gradients(net, site, view)
-        return rows | ({"counts": site.class_counts[rows["classes"]]} if self.prototype_weights == "count" else {})
+        return classifier.local_class_gradients(net, site, view, counted=self.prototype_weights == "count")
 
     def server_update(self, server: Tree, received: Received, site: ServerSite) -> Tree:
         g_pro, new = server["prototypes"], torch.zeros_like(server["seen"])
@@ -197,7 +160,7 @@ class Balance:
         self.real_classes = real.nonzero().flatten()  # L_bal
         # The part of Eq. (11) that is constant over a round. Each class without a prototype gets the others' mean.
         factor = int(missing.sum()) / max(1, int(available.sum())) if method.unseen == "mean" else 1.0
-        summed = table_sum(broadcast["prototypes"], available, net.classifier.weight.dtype)
+        summed = classifier.table_sum(broadcast["prototypes"], available, net.classifier.weight.dtype)
         self.from_prototypes = {name: (g * factor).to(site.device) for name, g in summed.items()}
         self.active = site.round > 1 and (len(self.real_classes) > 0 or bool(available.any())) and self.lam > 0
         self.drawn: tuple[Tensor, Tensor] | None = None
@@ -207,11 +170,7 @@ class Balance:
         g_local = {name: p.grad for name, p in self.net.classifier.named_parameters() if p.grad is not None}
         if not self.active:
             return {name: torch.zeros_like(g) for name, g in g_local.items()}
-        g_bal = self._balanced_gradient()
-        if self.method.norm == "per_tensor":
-            return {name: _scaled(self.lam, g, g_local[name].norm(), g.norm()) for name, g in g_bal.items()}
-        local, balanced = tree.norm(g_local.values()), tree.norm(g_bal.values())
-        return {name: _scaled(self.lam, g, local, balanced) for name, g in g_bal.items()}
+        return rebalancing.pull(self.lam, g_local, self._balanced_gradient(), self.method.norm)
 
     def _balanced_gradient(self) -> Tensors:
         """g_bal, Eq. (11). Every class of L_bal has T examples, so the sum of the classes' mean gradients (Eq. 8) is
@@ -219,22 +178,9 @@ class Balance:
         C, W = self.site.num_classes, self.net.classifier
         if not len(self.real_classes):
             return {name: g / C for name, g in self.from_prototypes.items()}
-        if self.drawn is None or self.method.balanced_draw == "step":
-            self.drawn = self._examples()
+        if self.drawn is None or self.method.balanced_draw == "step":  # D_bal
+            T = int(self.method.threshold)
+            self.drawn = balanced(self.site, T, self.real_classes, W.weight.dtype, self.draws, self.views)
         x, y = self.drawn
-        real = summed_gradient(W, features(self.net.encoder, x, self.method.balanced_stats), y)
+        real = classifier.summed_gradient(W, features(self.net.encoder, x, self.method.balanced_stats), y)
         return {name: (g / self.method.threshold + self.from_prototypes[name]) / C for name, g in real.items()}
-
-    def _examples(self) -> tuple[Tensor, Tensor]:
-        """D_bal: T examples of each class of L_bal, without replacement."""
-        labels = self.site.data.labels
-        rows = at_most(int(self.method.threshold), labels, self.draws)
-        rows = rows[torch.isin(labels[rows], self.real_classes)]
-        x = self.site.inputs(rows, self.net.classifier.weight.dtype, self.views)
-        return x, labels[rows].to(self.site.device)
-
-
-def _scaled(lam: float, g_bal: Tensor, local: Tensor, balanced: Tensor) -> Tensor:
-    """lambda g_bal ||g_local|| / ||g_bal||, and zero if g_bal has no direction."""
-    usable = torch.isfinite(balanced) & (balanced >= _TINY)
-    return torch.where(usable, lam * (local / balanced.clamp(min=_TINY)) * g_bal, torch.zeros_like(g_bal))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TypeAlias
+from functools import partial
+from typing import Protocol, TypeAlias
 
 import torch
 
@@ -49,6 +50,18 @@ def build(name: str, shape: tuple[int, ...], num_classes: int, seed: int) -> Net
         _check_size(name, shape, num_classes)
     with determinism.global_stream(determinism.key(seed, "net")):
         return NETS[name](shape, num_classes)
+
+
+def builder(name: str, federation: _Inputs, seed: int = 0) -> Callable[[], Net]:
+    """What makes nets of this kind for a federation's examples; it can be sent to other processes."""
+    return partial(build, name, federation.input_shape, federation.num_classes, seed)
+
+
+class _Inputs(Protocol):
+    num_classes: int
+
+    @property
+    def input_shape(self) -> tuple[int, ...]: ...
 
 
 def _check_size(name: str, shape: tuple[int, ...], num_classes: int) -> None:

@@ -25,8 +25,8 @@ from redgrape.reading.run_tables import RunView
 
 
 def told_by(exchange: Exchange, parts: Parts, survey: Iterable[str], single: str, num_classes: int) -> dict[str, Any]:
-    """What a method and its exchange disclose, by the parts of an update. A run records it, so that whoever looks at the
-    run loads no method: it may be a file."""
+    """What a method and its exchange disclose, by the parts of an update. A run records it, so that whoever looks at
+    the run loads no method: it may be a file."""
     reports = None
     for part in class_rows(parts).values():
         counts = "the number of examples behind every class that is reported"
@@ -68,8 +68,8 @@ def _rows_words(name: str, part: ClassRows, exchange: Exchange) -> str:
         else f"The server uses a class from {exchange.min_clients} clients of a round on."
     )
     return (
-        f"A client also sends {what} each of its classes ('{name}'). These expose which classes a client holds{counts}. "
-        f"{single} {few} {released} They are not in this folder."
+        f"A client also sends {what} each of its classes ('{name}'). These expose which classes a client holds"
+        f"{counts}. {single} {few} {released} They are not in this folder."
     )
 
 
@@ -327,8 +327,9 @@ def _client_words(facts: Mapping[str, Any], seen: Mapping[str, Any]) -> list[str
     )
     least = f"; the fewest clients behind one were {seen['fewest_contributors']}" if seen["releases"] else ""
     return [
-        f"what the server makes of class rows of {len(seen['classes_released'])} of {facts['classes']} classes, released {seen['releases']} "
-        f"times{least}; {seen['held_back']} times one was held back because too few clients had reported the class",
+        f"what the server makes of class rows of {len(seen['classes_released'])} of {facts['classes']} classes, "
+        f"released {seen['releases']} times{least}; {seen['held_back']} times one was held back because too few "
+        "clients had reported the class",
         f"{seen['releases_from_one_client']} releases were from one client alone{'' if single is None else exact}",
     ]
 

@@ -12,8 +12,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from redgrape.runs import durable
 from redgrape.errors import StorageError
+from redgrape.runs import durable
 
 NAME = "SHA256SUMS"
 

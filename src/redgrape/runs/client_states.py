@@ -21,9 +21,9 @@ import torch
 from numpy.typing import NDArray
 
 from redgrape import tree
-from redgrape.runs import durable
 from redgrape.errors import StorageError
 from redgrape.method import ClientId
+from redgrape.runs import durable
 from redgrape.training import ClientStates
 from redgrape.tree import Tensors, Tree
 

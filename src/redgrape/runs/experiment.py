@@ -6,7 +6,6 @@ import math
 import re
 import tomllib
 from collections.abc import Callable, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any, Self, get_args
 
@@ -16,9 +15,6 @@ import tomli_w
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from redgrape import methods, nets
-from redgrape.runs import durable
-from redgrape.runs import moved_keys
-from redgrape.runs.checksums import hash_of
 from redgrape.data.federation import Federation
 from redgrape.data.prepare import DataOptions
 from redgrape.data.sources import READERS
@@ -26,6 +22,8 @@ from redgrape.errors import ConfigError, DataError, unknown
 from redgrape.exchange import Exchange
 from redgrape.method import Method
 from redgrape.nets.net import Net
+from redgrape.runs import durable, moved_keys
+from redgrape.runs.checksums import hash_of
 from redgrape.tree import Tensors
 from redgrape.validation import one_line, short
 
@@ -184,7 +182,7 @@ class Experiment(BaseModel):
 
     def builder(self, federation: Federation) -> Callable[[], Net]:
         """A callable that another process can be given, and that returns a fresh net."""
-        return partial(nets.build, self.net.name, federation.input_shape, federation.num_classes, self.seed)
+        return nets.builder(self.net.name, federation, self.seed)
 
     def first_model(self, federation: Federation) -> Tensors:
         """The weights that training starts from. The weights file is needed for that only, not to go on."""

@@ -32,14 +32,13 @@ import safetensors
 import torch
 
 from redgrape import tree
-from redgrape.runs import checksums
-from redgrape.runs import durable
-from redgrape.runs.checksums import hash_of
 from redgrape.data.examples import Examples
 from redgrape.data.federation import Federation
 from redgrape.errors import BusyError, ConfigError, StorageError
-from redgrape.runs.experiment import Experiment, read_toml
+from redgrape.runs import checksums, durable
+from redgrape.runs.checksums import hash_of
 from redgrape.runs.client_states import StateFiles, StateFolder, files_in_use
+from redgrape.runs.experiment import Experiment, read_toml
 from redgrape.training import RunState
 
 FORMAT = 3

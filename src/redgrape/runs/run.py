@@ -19,13 +19,13 @@ from redgrape.data.examples import Pixels
 from redgrape.data.federation import Federation
 from redgrape.data.prepare import prepare
 from redgrape.data.sources import DATASETS
-from redgrape.privacy.disclosure import told_by
+from redgrape.determinism import same_bits_everywhere
 from redgrape.engines import ClientHalf, Engine
 from redgrape.errors import ConfigError, DataError, StorageError
-from redgrape.runs.experiment import Experiment
 from redgrape.method import Site
-from redgrape.determinism import same_bits_everywhere
+from redgrape.privacy.disclosure import told_by
 from redgrape.privacy.ledger import PrivacyLedger
+from redgrape.runs.experiment import Experiment
 from redgrape.runs.folder import RunFolder
 from redgrape.training import RunState, Step, Training, exchanged
 from redgrape.tree import Tensors, Tree
@@ -265,6 +265,26 @@ class Run:
         except (StorageError, AttributeError):
             self.notes.append("summary.json is damaged and is written anew")
             return None
+
+
+def run(
+    experiment: Experiment | Mapping[str, Any],
+    folder: Path | str,
+    *,
+    workers: int = 1,
+    device: str = "cpu",
+    data_root: Path | None = None,
+) -> RunFolder:
+    """Carry an experiment out in a folder of its own, and return that: `.summary()` has the result, `.metrics()` a
+    record for each round. A run that is there already, of the same experiment, goes on where it was left."""
+    described = experiment if isinstance(experiment, Experiment) else Experiment.parse(experiment)
+    path = Path(folder)
+    there = RunFolder.open(path) if (path / "experiment.toml").exists() else RunFolder.create(path, described)
+    if there.experiment() != described:
+        raise ConfigError(f"'{path}' holds another experiment; name another folder")
+    for _ in Run(there, workers=workers, device=device, data_root=data_root).steps():
+        pass
+    return there
 
 
 def site_of(experiment: Experiment, federation: Federation) -> Site:

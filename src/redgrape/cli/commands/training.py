@@ -61,7 +61,7 @@ def compare(options: argparse.Namespace) -> None:
     for spec in options.methods:
         for seed in options.seeds or [None]:
             values = described(options)
-            values["method"] = method_spec(spec, values.get("method", {}))
+            with_method(values, spec)
             experiment = Experiment.parse(values if seed is None else {**values, "seed": seed})
             path = options.out / f"{_file_name(spec)}-seed{experiment.seed}"
             if any(path == other for *_, other in cells):
@@ -113,15 +113,16 @@ def described(options: argparse.Namespace) -> dict[str, Any]:
     return values
 
 
-def method_spec(spec: str, shared: Any) -> dict[str, Any]:
-    """`redgrape:placement=after_step,lam=0.2` -> the method section; what the other flags set holds for all methods."""
-    if not isinstance(shared, dict):
-        raise ConfigError(f"method is {shared!r} in the experiment; it must be a section, [method]")
-    name, _, hyper = spec.partition(":")
-    method: dict[str, Any] = {**shared, "name": name}
-    for assignment in filter(None, hyper.split(",")):
-        override(method, assignment)
-    return method
+def with_method(values: dict[str, Any], spec: str) -> None:
+    """Put `redgrape:lam=0.2,exchange.preset=private` into an experiment's values: a key without a section is one of the
+    method. What the other flags set holds for all methods."""
+    name, _, settings = spec.partition(":")
+    method = values.setdefault("method", {})
+    if not isinstance(method, dict):
+        raise ConfigError(f"method is {method!r} in the experiment; it must be a section, [method]")
+    method["name"] = name
+    for assignment in filter(None, settings.split(",")):
+        override(values, assignment if "." in assignment.partition("=")[0] else f"method.{assignment}")
 
 
 def run_name(experiment: Experiment) -> str:

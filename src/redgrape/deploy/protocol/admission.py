@@ -65,7 +65,7 @@ def _too_much(
         )
     if asked := ", ".join(survey):
         return (
-            f"the method asks every client for its {asked}, and sites tell of no class of which they hold fewer than "
-            f"{options.min_count} examples; use secure aggregation, or set min_count=1 in deploy.toml and every site.toml"
+            f"the method asks every client for its {asked}, and sites tell of no class with fewer than "
+            f"{options.min_count} examples; use secure aggregation, or min_count=1 in deploy.toml and every site.toml"
         )
     return None

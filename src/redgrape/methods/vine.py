@@ -1,0 +1,174 @@
+"""Vine: RedGrape's re-balancing by one summed gradient, which needs nothing but sums over the clients.
+
+Ours. With threshold T = inf, RedGrape's Eq. (11) uses the *sum* of the global prototypes and nothing else of them. So
+no table of classes travels: each client sends one matrix of the classifier's size, and the server adds up how these
+change. In a secure sum nobody sees a class's or a client's own gradient. H_c clients hold class c.
+
+    survey  H_c, a secure sum; a class with H_c < min_holders is left out by everybody
+    server  sends theta^{t-1} and G
+    client  1  M_k <- sum_i (p_i - e_{y_i}) [h_i; 1]^T / (H_{y_i} n_{k,y_i}) at the received model: its part of the sum
+               over the classes of the mean over their holders
+            2  for each local step, with W_hat beside W as in RedGrape:
+                  g_bal <- G / C [ + 1/C sum_{c in L_bal} (grad_c(D_bal; now) - grad_c(D_bal; received)) ]
+                  W <- W - eta_l [ g_local + lambda g_bal ||g_local|| / ||g_bal|| ]              RedGrape's Eq. (12)
+            3  sends theta_k - theta^{t-1}, n_k and M_k - S_k, and adds that to S_k, what it has sent so far
+    server  G <- G + sum of what arrived: the sum of all clients' latest M_k, whoever was sampled
+
+With all clients sampled and no correction this is RedGrape with threshold=inf. Without memory, for clients that are
+seen once, G <- K / |S| sum_k M_k. What travels is rounded to the net's precision. S_k is what arrived, so G has the
+rounding of each client's last message alone, however many came before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field
+from torch import Tensor
+
+from redgrape import tree
+from redgrape.exchange import Direction, Parts, Received, Sum
+from redgrape.learning import classifier, rebalancing
+from redgrape.learning.class_draws import balanced
+from redgrape.learning.features import features
+from redgrape.learning.schedule import Schedule, decay
+from redgrape.method import ClientSite, ServerSite, Site
+from redgrape.methods.fedavg import FedAvg
+from redgrape.nets.net import Net
+from redgrape.tree import Tensors, Tree
+from redgrape.validation import LARGEST
+
+
+class Vine(FedAvg):
+    """Re-balances the classifier by one summed gradient of all clients, which a secure sum can make."""
+
+    lam: float = Field(0.1, ge=0, le=LARGEST, description="lambda, the strength of the re-balancing")
+    lam_schedule: Schedule = Field("constant", description="decay of lambda over the rounds")
+    lam_final: float = Field(0.01, ge=0, le=1, description="fraction of lambda in the last round, if it decays")
+    memory: bool = Field(True, description="clients send changes and remember; else they send M_k as it is")
+    weights: Literal["holders", "counts"] = Field(
+        "holders", description="clients count alike in a class, or by examples"
+    )
+    min_holders: int = Field(1, ge=1, le=10**6, description="leave out a class that fewer clients hold")
+    correction: Literal["none", "real"] = Field("none", description="follow own examples of a class within a round")
+    threshold: int = Field(8, ge=1, le=10**9, description="T: examples of a class that the correction uses")
+    norm: rebalancing.Norm = Field("joint", description="one ratio for weight and bias, or one for each")
+    extra_init: classifier.Start = Field("default", description="start of W_hat: an nn.Linear of its own, zeros, W's")
+    two_stream: bool = Field(True, description="ablation: train the second classifier W_hat")
+
+    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {"paper": {}, "stateless": {"memory": False}}
+    fidelity: ClassVar[str] = "ours; from RedGrape's equations"
+
+    def parts(self, model: Tensors, site: Site) -> Parts:
+        W = classifier.of(model)
+        parts = super().parts(model, site) | {"gradient": Sum(W, running=self.memory)}
+        return parts | ({"delta_W_hat": Direction(W)} if self.two_stream else {})
+
+    def survey(self, site: ClientSite) -> Tree:
+        held = {"holders": (site.class_counts > 0).long()}
+        return held | ({"class_counts": site.class_counts} if self.weights == "counts" else {})
+
+    def init_server(self, model: Tensors, site: ServerSite) -> Tree:
+        W, holders = classifier.of(model), site.survey["holders"]
+        number = holders if self.weights == "holders" else site.survey["class_counts"]
+        weights = torch.where(holders >= self.min_holders, 1 / number.double().clamp(min=1), 0.0)
+        server: dict[str, Any] = {"model": model, "G": _zeros(W), "class_weights": weights}
+        if self.two_stream:
+            server["W_hat"] = classifier.first(W, self.extra_init, site.generator("W_hat"))
+        return server
+
+    def broadcast(self, server: Tree) -> Tree:
+        dtype = server["model"]["classifier.weight"].dtype
+        sent = {"model": server["model"], "class_weights": server["class_weights"]}
+        sent["G"] = {name: g.to(dtype) for name, g in server["G"].items()}
+        return sent | ({"W_hat": server["W_hat"]} if self.two_stream else {})
+
+    def init_client(self, broadcast: Tree) -> Tree:
+        return {"sent": _zeros(broadcast["G"])} if self.memory else {}
+
+    def client_update(self, broadcast: Tree, state: Tree, site: ClientSite) -> tuple[Tree, Tree]:
+        net = self.load_for_training(broadcast["model"], site)
+        W, W_hat = net.classifier, classifier.linear_like(net.classifier, broadcast.get("W_hat"))
+        gradient = self._summed_gradient(net, broadcast["class_weights"], site)  # M_k
+        balance = Balance(self, broadcast, net, site)
+        optimizer = self.make_optimizer([*net.parameters(), *W_hat.parameters()], site)
+        losses = self.losses(net, site)
+        for x, y in self.batches(site, net):
+            optimizer.zero_grad()
+            h = net.encoder(x)
+            loss = F.cross_entropy(W(h) + W_hat(h) if self.two_stream else W(h), y)
+            loss.backward()
+            for name, g in balance.pull().items():
+                W.get_parameter(name).grad += g  # type: ignore[operator]  # backward() has filled it
+            self.step(optimizer)
+            losses.add(loss, y)
+        if self.memory:
+            gradient = {name: (g.double() - state["sent"][name]).to(g.dtype) for name, g in gradient.items()}
+            state = {"sent": {name: s + gradient[name].double() for name, s in state["sent"].items()}}
+        update = {**self.report(net, broadcast["model"], losses, site), "gradient": gradient}
+        if self.two_stream:
+            update["delta_W_hat"] = tree.sub(tree.parameters(W_hat), broadcast["W_hat"])
+        return update, state
+
+    def _summed_gradient(self, net: Net, class_weights: Tensor, site: ClientSite) -> Tensors:
+        """M_k, at the received model in evaluation mode."""
+        own = site.class_counts.clamp(min=1) if self.weights == "holders" else torch.ones_like(site.class_counts)
+        weights = (class_weights / own).to(site.device, net.classifier.weight.dtype)
+        batches = classifier.encoded(net, site, torch.arange(len(site.data)))
+        return {name: g.cpu() for name, g in classifier.weighted_gradient(net.classifier, batches, weights).items()}
+
+    def server_update(self, server: Tree, received: Received, site: ServerSite) -> Tree:
+        total = received.total("gradient")
+        if self.memory:
+            G = {name: g + total[name] for name, g in server["G"].items()}
+        else:
+            G = {name: g * (site.num_clients / len(received.clients)) for name, g in total.items()}
+        moved: dict[str, Any] = {"model": received.moved(server["model"], self.server_lr)}
+        if self.two_stream:
+            moved["W_hat"] = tree.add(server["W_hat"], received.mean("delta_W_hat"), self.server_lr)
+        return {**moved, "G": G, "class_weights": server["class_weights"]}
+
+
+class Balance:
+    """The pull of the summed gradient on W in one client's round."""
+
+    def __init__(self, method: Vine, broadcast: Tree, net: Net, site: ClientSite) -> None:
+        self.method, self.net, self.site = method, net, site
+        self.lam = method.lam * decay(method.lam_schedule, site.round, site.rounds, method.lam_final)
+        self.G = {name: g.to(site.device) for name, g in broadcast["G"].items()}
+        self.active = site.round > 1 and self.lam > 0
+        real = site.class_counts >= method.threshold if method.correction == "real" else torch.zeros(0)
+        real_classes = (real & (broadcast["class_weights"] > 0)).nonzero().flatten() if len(real) else real
+        self.drawn: tuple[Tensor, Tensor] | None = None
+        if self.active and len(real_classes):
+            random = site.generator("balanced draw"), site.generator("balanced view")
+            self.drawn = balanced(site, method.threshold, real_classes, net.classifier.weight.dtype, *random)
+            self.received = self._on_real_data()
+
+    def pull(self) -> Tensors:
+        if not self.active:
+            return {}
+        g_local = {name: p.grad for name, p in self.net.classifier.named_parameters() if p.grad is not None}
+        g_bal = {name: g / self.site.num_classes for name, g in self._sum().items()}
+        return rebalancing.pull(self.lam, g_local, g_bal, self.method.norm)
+
+    def _sum(self) -> Tensors:
+        """C g_bal: what all know of the classes, and how the client's own examples of them have moved since."""
+        if self.drawn is None:
+            return self.G
+        now = self._on_real_data()
+        return {name: g + now[name] - self.received[name] for name, g in self.G.items()}
+
+    def _on_real_data(self) -> Tensors:
+        """sum over L_bal of grad_c(D_bal), each class by its mean."""
+        assert self.drawn is not None
+        x, y = self.drawn
+        summed = classifier.summed_gradient(self.net.classifier, features(self.net.encoder, x, "running"), y)
+        return {name: g / self.method.threshold for name, g in summed.items()}
+
+
+def _zeros(like: Tensors) -> Tensors:
+    return {name: torch.zeros_like(t, dtype=torch.float64) for name, t in like.items()}
