@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from redgrape import nets
 from redgrape.learning.gradient_matching import match
 from redgrape.method import ServerSite
-from redgrape.methods.creff import Creff
+from redgrape.methods.creff import CReFF
 from redgrape.tree import Tensors
 
 Batches: TypeAlias = Callable[[Tensor, Tensor, Tensor, int], Iterable[tuple[Tensor, Tensor]]]
@@ -69,7 +69,7 @@ def batches_by_loader(h: Tensor, y: Tensor, order: Tensor, size: int) -> Iterabl
     return DataLoader(TensorDataset(h, y), size, sampler=order.tolist())
 
 
-def published_retraining(features: Tensor, batches: Batches, method: Creff, site: ServerSite) -> Tensors:
+def published_retraining(features: Tensor, batches: Batches, method: CReFF, site: ServerSite) -> Tensors:
     """An nn.Linear by torch's SGD."""
     C, n, d = features.shape
     random = site.generator("re-training")
@@ -95,7 +95,7 @@ def timed(step: Callable[[], Tensors]) -> tuple[float, Tensors]:
 
 def measure(C: int, d: int, repeats: int) -> str:
     """A row of the table."""
-    method, random = Creff(), torch.Generator().manual_seed(0)
+    method, random = CReFF(), torch.Generator().manual_seed(0)
     site = ServerSite(lambda: nets.build("linear", (d,), C, 0), 10, C, 0, 1, 1, torch.device("cpu"))
     psi = {"weight": torch.randn(C, d, generator=random) * d**-0.5, "bias": torch.zeros(C)}
     features = torch.randn(C, method.features_per_class, d, generator=random)
@@ -109,7 +109,7 @@ def measure(C: int, d: int, repeats: int) -> str:
         moved = match(
             features, classes, psi["weight"], psi["bias"], target, "rows", method.match_steps, method.match_lr
         )
-        return {"features": moved, **method._retrained(moved, site)}
+        return {"features": moved, **method._retrained(moved, psi, site)}
 
     def autograd(batches: Batches) -> Tensors:
         moved = published_match(features, psi, target, method.match_steps, method.match_lr)

@@ -28,8 +28,8 @@ LINES: dict[str, tuple[str, list[int]]] = {
     "all": ("clients in all, 20 of them sampled", [100, 1000, 10_000, 100_000]),
     "sampled": ("clients sampled a round", [10, 30, 100, 300, 1000]),
     "examples": ("examples of a client", [16, 64, 256, 1024, 4096]),
-    "classes": ("classes (RedGrape, exact prototypes)", [10, 30, 100, 300]),
-    "features": ("features (RedGrape, exact prototypes)", [64, 256, 1024, 4096]),
+    "classes": ("classes (RedGrape)", [10, 30, 100, 300]),
+    "features": ("features (RedGrape)", [64, 256, 1024, 4096]),
     "workers": ("workers", [1, 2, 4]),
 }
 

@@ -6,8 +6,9 @@
 Long-tailed data over ten clients, several seeds; every setting meets the same data, initial weights and batches. Prints
 Markdown tables, mean and standard deviation over the seeds of the accuracy of the last ten rounds in %:
 
-    floors    min_count 1, 2, 4, 8 with min_clients 1 and 3, and the preset private; how many pairs of a client and a
-              class are reported, and how many classes are ever released. Beside FedAvg, and RedGrape without prototypes
+    floors    min_count 1, 2, 4, 8 with min_clients 1 and 3 (8 and 3 are the preset private); how many pairs of a client
+              and a class are reported, and how many classes are ever released. Beside FedAvg, and RedGrape without
+              prototypes
     noise     on the prototypes alone, and on prototypes and model, at floors of 1; multipliers count against the clips
               below. epsilon as the accountant gives it for the run (delta 1e-5, one client's whole data).
 
@@ -31,6 +32,7 @@ import redgrape as rg
 from redgrape import nets
 from redgrape.data.federation import Federation
 from redgrape.data.prepare import DataOptions, prepare
+from redgrape.exchange import Exchange
 from redgrape.method import Method
 from redgrape.methods.fedavg import FedAvg
 from redgrape.methods.redgrape import RedGrape
@@ -49,21 +51,24 @@ SETTINGS: dict[str, tuple[dict[str, Any], str, dict[str, Any], int]] = {
 COUNTS = (1, 2, 4, 8)
 CLIENTS = (1, 3)
 NOISES = (0.0, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0)
-CLIPS = {"dp_clip": 1.0, "prototype_clip": 8.0}  # few updates, and hardly any prototype, are longer
+CLIPS = {"clip": 1.0, "class_clip": 8.0}  # few updates, and hardly any prototype, are longer
 
 
-def ways(only: str | None) -> dict[str, dict[str, Any] | None]:
-    """The settings by name; None is FedAvg."""
-    found: dict[str, dict[str, Any] | None] = {}
+def ways(only: str | None, hyper: Mapping[str, Any]) -> dict[str, tuple[Method, Exchange]]:
+    """Method and exchange by the name of the setting."""
+    plain, redgrape = Exchange(), RedGrape(**hyper)
+    found: dict[str, tuple[Method, Exchange]] = {}
     if only != "noise":
-        found |= {"fedavg": None, "no prototypes": {"use_prototypes": False}}
-        found |= {floors(n, m): {"min_count": n, "min_clients": m} for m in CLIENTS for n in COUNTS}
-        found["preset private"] = dict(RedGrape.presets["private"])
+        found["fedavg"] = FedAvg(**hyper), plain
+        found["no prototypes"] = RedGrape(**hyper, use_prototypes=False), plain
+        found |= {
+            floors(n, m): (redgrape, Exchange(min_count=n, min_clients=m)) for m in CLIENTS for n in COUNTS
+        }  # the last of them is the preset private
     if only != "floors":
-        seed = {"dp_randomness": "seed"}
-        prototypes = {"prototype_clip": CLIPS["prototype_clip"]} | seed
-        found |= {noisy("prototypes", z): {**prototypes, "prototype_noise": z} for z in NOISES}
-        found |= {noisy("both", z): {**CLIPS, **seed, "prototype_noise": z, "dp_noise": z} for z in NOISES}
+        prototypes = {"class_clip": CLIPS["class_clip"], "randomness": "seed"}
+        both = {**CLIPS, "randomness": "seed"}
+        found |= {noisy("prototypes", z): (redgrape, Exchange(**prototypes, class_noise=z)) for z in NOISES}
+        found |= {noisy("both", z): (redgrape, Exchange(**both, class_noise=z, noise=z)) for z in NOISES}
     return found
 
 
@@ -75,18 +80,22 @@ def noisy(what: str, multiplier: float) -> str:
     return f"noise on {what}, {multiplier:g}"
 
 
-def measured(method: Method, federation: Federation, net: str, rounds: int, seed: int) -> dict[str, float]:
+def measured(
+    method: Method, exchange: Exchange, federation: Federation, net: str, rounds: int, seed: int
+) -> dict[str, float]:
     build = partial(nets.build, net, tuple(federation.train.x.shape[1:]), federation.num_classes, seed)
-    history = rg.train(method, federation, build, rounds=rounds, seed=seed).history
+    history: list[dict[str, Any]] = []
+    with rg.Training(method, federation, build, rounds=rounds, seed=seed, exchange=exchange) as training:
+        history.extend(step.record for step in training.steps())
+        mechanisms = exchange.mechanisms(training.parts, federation.num_classes)
     last = [record["test"] for record in history[-10:]]
     found = {name: 100 * statistics.fmean(test[name] for test in last) for name in ("accuracy", "head", "tail")}
     if isinstance(method, RedGrape):
         counts = torch.from_numpy(federation.client_counts)
-        found["reported"] = int(method.reported(counts).sum())
+        found["reported"] = int((counts >= exchange.min_count).sum()) if method.use_prototypes else 0
         found["held"] = int((counts > 0).sum())
         found["released"] = sum(history[-1]["prototype_seen"])
-        mechanisms = method.mechanisms(federation.num_classes)
-        found["epsilon"] = epsilon(mechanisms, rounds, method.dp_delta) if mechanisms else math.inf
+        found["epsilon"] = epsilon(mechanisms, rounds, exchange.delta) if mechanisms else math.inf
     return found
 
 
@@ -137,7 +146,7 @@ def draw(results: Mapping[str, Sequence[Mapping[str, float]]], title: str, path:
         for axes in (left, right):
             axes.axhline(level, color=grey, linestyle=style, linewidth=1.2, label=f"tail, {label}")
     left.set_xticks(range(len(COUNTS)), [str(n) for n in COUNTS])
-    left.set_xlabel("min_count: a client reports a class from so many examples on")
+    left.set_xlabel("min_count: a client reports a class from this many examples on")
     left.set_ylabel("test accuracy, last ten rounds (%)")
     left.set_title(f"floors, seeds: {len(results['fedavg'])}", loc="left")
     places = range(len(NOISES))
@@ -182,13 +191,12 @@ def main() -> None:
     results: dict[str, list[dict[str, float]]] = {}
     for seed in range(options.seeds):
         federation = prepare(DataOptions.model_validate(data), seed, options.data_root)
-        for way, changes in ways(options.only).items():
+        for way, (method, exchange) in ways(options.only, hyper).items():
             if way.startswith("noise") and seed >= options.noise_seeds:
                 continue
             name = f"{options.data}, {rounds} rounds, seed {seed}: {way}"
             if name not in known:
-                method = FedAvg(**hyper) if changes is None else RedGrape(**hyper, **changes)
-                known[name] = measured(method, federation, net, rounds, seed)
+                known[name] = measured(method, exchange, federation, net, rounds, seed)
                 if options.json:
                     options.json.write_text(json.dumps(known, indent=1) + "\n")
             results.setdefault(way, []).append(known[name])

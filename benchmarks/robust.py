@@ -32,21 +32,21 @@ from typing import Any, get_args
 
 import numpy as np
 import torch
-from redgrape.acceptance import check_length
 from torch import Tensor
 
-from redgrape import methods, nets, plausible, robust, tree
+from redgrape import methods, nets, tree
 from redgrape.data.examples import Examples
 from redgrape.data.federation import Federation
 from redgrape.data.prepare import DataOptions, prepare
 from redgrape.determinism import same_bits_everywhere
 from redgrape.engines import Answer, ClientHalf, Lost
 from redgrape.engines.in_process import InProcess
+from redgrape.exchange import Exchange, plausible, rules
 from redgrape.method import Method
 from redgrape.training import Step, Training
 from redgrape.tree import Tensors
 
-RULES: tuple[robust.Rule, ...] = get_args(robust.Rule)
+RULES: tuple[rules.Rule, ...] = get_args(rules.Rule)
 
 
 Attack = Callable[[Tensors, list[Tensors], Sequence[int]], Tensors]
@@ -156,9 +156,12 @@ def data(clients: int, seed: int) -> Federation:
     return prepare(DataOptions(source="digits", ir=50.0, partition="class_dirichlet", alpha=1.0, clients=clients), seed)
 
 
-def made(name: str, options: argparse.Namespace, rule: robust.Rule = "mean") -> Method:
-    training = {"lr": options.lr, "epochs": options.epochs, "batch_size": 32}
-    return methods.load(name)(aggregation=rule, byzantine=options.malicious, **training)
+def made(name: str, options: argparse.Namespace) -> Method:
+    return methods.load(name)(lr=options.lr, epochs=options.epochs, batch_size=32)
+
+
+def exchanges(options: argparse.Namespace) -> dict[rules.Rule, Exchange]:
+    return {rule: Exchange(rule=rule, byzantine=options.malicious) for rule in options.rules}
 
 
 def with_clients(federation: Federation, clients: list[Examples]) -> Federation:
@@ -167,6 +170,7 @@ def with_clients(federation: Federation, clients: list[Examples]) -> Federation:
 
 def train(
     method: Method,
+    exchange: Exchange,
     federation: Federation,
     seed: int,
     rounds: int,
@@ -174,11 +178,17 @@ def train(
     attack: Attack,
 ) -> Iterator[tuple[Step, dict[int, Any]]]:
     build = partial(nets.build, "mlp", tuple(federation.train.x.shape[1:]), federation.num_classes, seed)
-    with Training(method, federation, build, rounds=rounds, seed=seed, evaluate_every=rounds) as training:
-        half = ClientHalf(method, federation, build, seed, rounds, torch.device("cpu"))
-        training.engine = engine = Attacked(half, malicious, attack, federation.groups.tail)
+    kept: list[Attacked] = []
+
+    def engine(half: ClientHalf) -> Attacked:
+        kept.append(Attacked(half, malicious, attack, federation.groups.tail))
+        return kept[0]
+
+    with Training(
+        method, federation, build, rounds=rounds, seed=seed, evaluate_every=rounds, exchange=exchange, engine=engine
+    ) as training:
         for step in training.steps():
-            yield step, engine.answers
+            yield step, kept[0].answers
 
 
 def under_attack(name: str, options: argparse.Namespace) -> dict[str, dict[str, list[dict[str, float]]]]:
@@ -189,17 +199,18 @@ def under_attack(name: str, options: argparse.Namespace) -> dict[str, dict[str, 
     for attack in options.attacks:
         if attack.startswith("prototypes") and name != "redgrape":
             continue
-        for rule in options.rules:
-            method = made(name, options, rule)
+        for rule, exchange in exchanges(options).items():
             found.setdefault(attack, {})[rule] = [
-                attacked_once(method, attack, seed, options) for seed in options.seeds
+                attacked_once(made(name, options), exchange, attack, seed, options) for seed in options.seeds
             ]
         clean = mean_figures(found["none"]["mean"]) if "mean" in found.get("none", {}) else None
         print(f"| {attack} | {' | '.join(cell(seeds, clean) for seeds in found[attack].values())} |", flush=True)
     return found
 
 
-def attacked_once(method: Method, attack: str, seed: int, options: argparse.Namespace) -> dict[str, float]:
+def attacked_once(
+    method: Method, exchange: Exchange, attack: str, seed: int, options: argparse.Namespace
+) -> dict[str, float]:
     federation = data(options.clients, seed)
     random = np.random.Generator(np.random.Philox(seed))
     malicious = sorted(random.choice(options.clients, size=options.malicious, replace=False).tolist())
@@ -213,7 +224,7 @@ def attacked_once(method: Method, attack: str, seed: int, options: argparse.Name
         federation = with_clients(federation, clients)
     last: list[dict[str, Any]] = []
     try:
-        for step, _ in train(method, federation, seed, options.rounds, malicious, ATTACKS[attack]):
+        for step, _ in train(method, exchange, federation, seed, options.rounds, malicious, ATTACKS[attack]):
             if step.state.round > options.rounds - options.last:
                 last.append(step.record["test"])
     except Exception as error:  # a run that the attack brought down
@@ -237,15 +248,15 @@ def tail_only(name: str, options: argparse.Namespace) -> dict[str, dict[str, lis
     """By rule: how often the honest client that holds only tail classes is left out, cut off or shortened, and how
     often the other clients are, in every round."""
     found: dict[str, dict[str, list[float]]] = {}
-    for rule in options.rules:
-        method = made(name, options, rule)
+    method = made(name, options)
+    for rule, exchange in exchanges(options).items():
         own: list[float] = []
         others: list[float] = []
         tail: list[float] = []
         for seed in options.seeds:
             federation = with_tail_only_client(data(options.clients - 1, seed))
             odd = federation.num_clients - 1
-            for step, answers in train(method, federation, seed, options.rounds, [], ATTACKS["none"]):
+            for step, answers in train(method, exchange, federation, seed, options.rounds, [], ATTACKS["none"]):
                 share = thrown_out(rule, options.malicious, step, {k: a.update for k, a in answers.items()})
                 own.append(share[odd])
                 others.append(statistics.fmean(s for k, s in share.items() if k != odd))
@@ -274,7 +285,8 @@ def thrown_out(rule: str, f: int, step: Step, updates: dict[int, Any]) -> dict[i
     if rule in ("krum", "multi_krum"):
         return {k: float(k in left_out) for k in updates}
     if rule == "norm_clipping":
-        lengths = {k: robust.norm(update) for k, update in updates.items()}
+        names = sorted(name for name in updates[0] if name.startswith("delta"))
+        lengths = {k: rules.norm(update, names) for k, update in updates.items()}
         bound = float(np.median(list(lengths.values())))
         return {k: 1 - min(1.0, bound / length) for k, length in lengths.items()}
     if rule in ("median", "trimmed_mean"):
@@ -304,7 +316,9 @@ def print_cost(options: argparse.Namespace) -> None:
         method = made(name, options)
         build = partial(nets.build, "mlp", tuple(federation.train.x.shape[1:]), federation.num_classes, seed)
         training = Training(method, federation, build, rounds=30, seed=seed)
-        steps = train(method, federation, seed, 30, [], ATTACKS["none"])  # none of the first is evaluated
+        steps = train(
+            method, training.exchange, federation, seed, 30, [], ATTACKS["none"]
+        )  # none of the first is evaluated
         seconds, checks = [], []
         for _ in range(8):
             begin = time.process_time()
@@ -312,25 +326,24 @@ def print_cost(options: argparse.Namespace) -> None:
             seconds.append(time.process_time() - begin)
             with same_bits_everywhere():
                 begin = time.process_time()
-                like = method.update_like(step.state.server, training.site)
                 model, measures = step.state.server["model"], {}
+                parts = method.parts(model, training.site)
                 for k, answer in answers.items():
-                    method.check_update(answer.update, like, federation.declared(k), training.site)
-                    check_length(answer.update, model)
-                    measures[k] = plausible.measured(answer.update, like, model, {}, None)
-                plausible.outliers(measures, model)
+                    declared = federation.declared(k)
+                    training.exchange.check(answer.update, parts, declared, model, federation.num_classes)
+                    measures[k] = plausible.measured(answer.update, parts, None)
+                plausible.outliers(measures, parts, model)
                 checks.append(time.process_time() - begin)
         whole, check = statistics.median(seconds[1:]), statistics.median(checks[1:])
         print(f"| {name} | {1e3 * whole:.1f} | {1e3 * check:.2f} | {100 * check / whole:.2f} % |")
     print("\n| average | ms a round |\n|---|---|")
     updates = {k: answer.update for k, answer in answers.items()}
-    for rule in options.rules:
-        method = methods.load("fedavg")(aggregation=rule, byzantine=options.malicious)
+    for rule, exchange in exchanges(options).items():
         taken = []
         for _ in range(5):
             with same_bits_everywhere():
                 begin = time.process_time()
-                method.server_update(step.state.server, method.counted(updates), training.site)
+                method.server_update(step.state.server, exchange.receive(updates, parts, training.site), training.site)
                 taken.append(time.process_time() - begin)
         print(f"| {rule} | {1e3 * statistics.median(taken):.1f} |")
 

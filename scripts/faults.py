@@ -11,8 +11,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-TESTS = ["faults", "configurations", "strangers", "store", "updates", "robust"]
-TESTS += ["deploy_slow", "deploy_refusals", "secure_sum", "deploy_secure"]
+TESTS = ["runs/test_faults.py", "runs/test_configurations.py", "cli/test_strangers.py", "runs/test_folder.py"]
+TESTS += ["exchange/test_checks.py", "exchange/test_rules.py", "deploy/test_deploy_slow.py"]
+TESTS += ["deploy/test_deploy_refusals.py", "deploy/test_secure_sum.py", "deploy/test_deploy_secure.py"]
 BEGIN, END = "<!-- faults:begin -->", "<!-- faults:end -->"
 
 
@@ -38,13 +39,12 @@ def main() -> int:
 
 def run(options: argparse.Namespace) -> tuple[int, list[dict[str, Any]]]:
     """The exit code of the tests, and what they counted."""
-    files = [path for name in TESTS if (path := Path(f"tests/test_{name}.py")).exists()]
     marks = ["-m", "not slow"] if options.quick else ["-m", "slow or not slow"]
     chosen = ["-k", options.which] if options.which else []
     with tempfile.TemporaryDirectory() as folder:
         counts = Path(folder) / "counts.jsonl"
         pytest = [sys.executable, "-m", "pytest", "-q", "-o", "addopts=--strict-markers"]
-        command = [*pytest, *marks, *chosen, *map(str, files)]
+        command = [*pytest, *marks, *chosen, *(f"tests/{name}" for name in TESTS)]
         environment = {**os.environ, "REDGRAPE_FAULTS": str(counts)}
         done = subprocess.run(command, env=environment, stdout=sys.stderr, check=False)  # noqa: S603  # our own tests
         return done.returncode, counted(counts)

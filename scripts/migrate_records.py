@@ -52,11 +52,11 @@ def migrate(record: Path, results: Path) -> str:
     return f"{record}: migrated"
 
 
-def main() -> None:
-    results = Path(sys.argv[1] if len(sys.argv) > 1 else "results")
+def main(results: Path) -> None:
     for path in sorted(results.glob("*/*/experiment.toml")):
         if path.parts[-3] != "made-by-0.1" and (said := migrate(path.parent, results)):
             print(said)
 
 
-main()
+if __name__ == "__main__":
+    main(Path(sys.argv[1] if len(sys.argv) > 1 else "results"))

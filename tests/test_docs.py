@@ -138,6 +138,15 @@ def test_scripts_named_in_documents_exist() -> None:
             assert os.access(ROOT / name, os.X_OK), f"{page.name} names {name}"
 
 
+def test_files_named_in_documents_and_scripts_exist() -> None:
+    """Tests and benchmarks that a document or scripts/faults.py names."""
+    for page in [*PAGES, ROOT / "docs/methods/make_pages.py"]:
+        for name in re.findall(r"\b(?:tests|benchmarks|src|examples)/[\w/-]+\.py\b", page.read_text()):
+            assert (ROOT / name).exists(), f"{page.name} names {name}"
+    for name in runpy.run_path(str(ROOT / "scripts/faults.py"))["TESTS"]:
+        assert (ROOT / "tests" / name).exists(), f"scripts/faults.py names {name}"
+
+
 @by_page
 def test_toml_is_an_experiment(page: Path) -> None:
     for block in blocks(page):

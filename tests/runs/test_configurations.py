@@ -30,13 +30,18 @@ Tally = Callable[..., None]
 slow = pytest.mark.slow
 LONGEST = 340  # characters of a line, "redgrape: " and the name of a file included
 ALLOWED = ("must be", "choose", "should be", "did you mean", "name some", "at least", "needs", "is for", "only", "pass")
+ALLOWED += ("set clip", "set class_clip")
+
+
+SECTIONS = ("data", "net", "exchange", "method")
 
 
 def fields() -> dict[str, Any]:
     """Every key of an experiment that has a type, those of all methods among them."""
-    found: dict[str, Any] = {k: f for k, f in Experiment.model_fields.items() if k not in {"data", "net", "method"}}
+    found: dict[str, Any] = {k: f for k, f in Experiment.model_fields.items() if k not in SECTIONS}
     found |= {f"data.{name}": field for name, field in DataOptions.model_fields.items()}
     found |= {f"net.{name}": field for name, field in NetOptions.model_fields.items()}
+    found |= {f"exchange.{name}": field for name, field in rg.Exchange.model_fields.items()}
     for method in methods.names():
         for name, field in methods.load(method).model_fields.items():
             found[f"{method}:method.{name}"] = field
@@ -125,6 +130,21 @@ def test_floats_at_their_bounds_meet_no_error_of_torch(name: str) -> None:
                 assert "\n" not in str(error)
 
 
+def test_settings_of_the_exchange_at_their_bounds_meet_no_error_of_torch() -> None:
+    """A round with each number as large and as small as it may be ends well, or in one line."""
+    x, y = np.random.default_rng(0).normal(size=(24, 4)).astype(np.float32), np.arange(24) % 3
+    federation = rg.Federation([rg.Examples(x, y)] * 3, rg.Examples(x, y), 3)
+    build, method = partial(nets.build, "linear", (4,), 3, 0), methods.load("redgrape")(epochs=1, batch_size=12)
+    clips = {"clip": 1.0, "class_clip": 1.0, "noise": 1.0, "class_noise": 1.0, "randomness": "seed"}
+    for name in (*clips, "update_norm"):
+        for value in (1e9, 1e-9, 1e-300) if name != "randomness" else ():
+            around = {"rule": "norm_clipping"} if name == "update_norm" else clips
+            try:
+                rg.train(method, federation, build, rounds=2, exchange=rg.Exchange(**{**around, name: value}))
+            except RedgrapeError as error:
+                assert "\n" not in str(error)
+
+
 BROKEN = [
     b"seed = ",
     b"seed = = 3",
@@ -163,10 +183,14 @@ TOGETHER: list[tuple[dict[str, Any], str]] = [
     ({"method": {"name": "ratio_loss"}}, "data.auxiliary is 0"),
     ({"method": {"name": "fedic"}}, "data.auxiliary is 0"),
     ({"net": {"name": "resnet8"}, "method": {"name": "fedavg", "batch_size": 1}}, "method.batch_size is 1"),
-    ({"method": {"name": "redgrape", "threshold": 2.5}}, "threshold is 2.5"),
+    ({"method": {"name": "redgrape", "threshold": 2.5}}, "method.threshold: it is 2.5"),
     ({"method": {"name": "redgrape", "threshold": math.nan}}, "threshold"),
     ({"method": {"name": "scaffold", "preset": "released"}}, "preset"),
     ({"method": {"name": "fedavg", "lam": 0.1}}, "method.lam"),
+    ({"exchange": {"noise": 1.0}}, "noise is 1, and updates have any length; set clip"),
+    ({"exchange": {"class_noise": 1.0}}, "class_noise is 1, and class rows have any length; set class_clip"),
+    ({"exchange": {"rule": "median", "clip": 1.0}}, "rule is median, and clip bounds a mean; choose"),
+    ({"exchange": {"rule": "krum", "byzantine": 4}}, "exchange.rule is krum, and against byzantine=4 it needs 11"),
 ]
 
 
@@ -202,7 +226,7 @@ def invalid(dice: random.Random) -> tuple[bytes, list[str], str]:
             return b"", [*named_method, "-c", f"{path}={text}"], named
         return tomli_w.dumps(nested(key, value)).encode(), [], named
     if kind == "key":
-        section = dice.choice(["", "data.", "net.", "method."])
+        section = dice.choice(["", *(f"{name}." for name in SECTIONS)])
         names = {key.rpartition(":")[2] for key in FIELDS}
         here = sorted(n.removeprefix(section) for n in names if n.startswith(section) and n.count(".") == bool(section))
         name = typo(dice.choice(here), dice)
@@ -213,7 +237,7 @@ def invalid(dice: random.Random) -> tuple[bytes, list[str], str]:
         values, words = dice.choice(TOGETHER)
         return tomli_w.dumps(values).encode(), [], words
     if kind == "section":
-        name = dice.choice(["data", "net", "method"])
+        name = dice.choice(SECTIONS)
         return tomli_w.dumps({name: dice.choice([3, "x", [1], True, 1.5])}).encode(), [], name
     return dice.choice(BROKEN), [], ""
 

@@ -20,6 +20,8 @@ from redgrape.data.partition import Kind
 from redgrape.data.prepare import DataOptions
 from redgrape.data.sources import READERS
 from redgrape.errors import ConfigError, DataError
+from redgrape.exchange import Exchange
+from redgrape.exchange.rules import Rule
 from redgrape.methods.redgrape import RedGrape
 from redgrape.runs.experiment import Experiment, NetOptions, build_net, override, read_toml
 
@@ -78,6 +80,20 @@ EVERY_FIELD: dict[str, Any] = {
         "cutout": 16,
     },
     "net": {"name": "resnet8", "weights": "w.safetensors"},
+    "exchange": {
+        "preset": "private",
+        "rule": "norm_clipping",
+        "byzantine": 2,
+        "update_norm": 2.5,
+        "clip": "none",
+        "noise": 0.0,
+        "delta": 1e-6,
+        "randomness": "seed",
+        "min_count": 2,
+        "min_clients": 2,
+        "class_clip": "none",
+        "class_noise": 0.0,
+    },
     "method": {
         "name": "redgrape",
         "preset": "released",
@@ -92,16 +108,6 @@ EVERY_FIELD: dict[str, Any] = {
         "clip_norm": 3.0,
         "server_lr": 0.9,
         "freeze_encoder": True,
-        "aggregation": "norm_clipping",
-        "byzantine": 2,
-        "update_norm": 2.5,
-        "dp_clip": "none",
-        "dp_noise": 0.0,
-        "dp_delta": 1e-6,
-        "dp_randomness": "seed",
-        "min_clients": 2,
-        "prototype_clip": "none",
-        "prototype_noise": 0.0,
         "lam": 0.7,
         "lam_schedule": "cosine",
         "lam_final": 0.125,
@@ -112,7 +118,6 @@ EVERY_FIELD: dict[str, Any] = {
         "unseen": "skip",
         "balanced_draw": "step",
         "balanced_stats": "running",
-        "min_count": 2,
         "prototype_weights": "count",
         "prototype_view": "plain",
         "max_age": 9,
@@ -123,25 +128,21 @@ EVERY_FIELD: dict[str, Any] = {
 }
 
 
+NOT_AS_RELEASED = {"placement", "norm", "unseen", "prototype_view"}
+
+
 def test_toml_round_trip_of_every_field() -> None:
     """Every field there is, set to another value than its default, is written out and read back."""
     experiment = Experiment.parse(EVERY_FIELD)
     assert through_toml(experiment) == experiment
     assert tomllib.loads(experiment.to_toml()) == EVERY_FIELD
     defaults = Experiment.parse({}).resolved()
-    for section, model in (("data", DataOptions), ("net", NetOptions), ("method", RedGrape)):
+    sections = {"data": DataOptions, "net": NetOptions, "exchange": Exchange, "method": RedGrape}
+    for section, model in sections.items():
         assert set(model.model_fields) <= set(EVERY_FIELD[section]), "a field that this test does not set"
         same = [k for k, v in EVERY_FIELD[section].items() if k != "name" and defaults[section].get(k) == v]
-        assert not set(same) - {
-            "placement",
-            "norm",
-            "unseen",
-            "prototype_view",
-            "dp_clip",
-            "dp_noise",
-            "prototype_clip",
-            "prototype_noise",
-        }  # unlike its preset, or not with this aggregation
+        unlike_the_preset, not_with_the_rule = NOT_AS_RELEASED, {"clip", "noise", "class_clip", "class_noise"}
+        assert not set(same) - unlike_the_preset - not_with_the_rule
 
 
 def test_the_hash_names_the_experiment() -> None:
@@ -153,9 +154,9 @@ def test_the_hash_names_the_experiment() -> None:
     hashes = {base.hash(), flat.hash()}
     for key, value in (("seed", 1), ("rounds", 21), ("evaluate_every", 2), ("checkpoint_every", 2)):
         hashes.add(Experiment.parse({key: value}).hash())
-    for section in ("data", "net", "method"):
+    for section in ("data", "net", "exchange", "method"):
         hashes.add(Experiment.parse({section: EVERY_FIELD[section]}).hash())
-    assert len(hashes) == 9
+    assert len(hashes) == 10
 
 
 def test_more_rounds_are_the_same_otherwise() -> None:
@@ -227,7 +228,14 @@ def test_own_data_keeps_its_imbalance() -> None:
         ({"method": {"lr_final": math.nan}}, "method.lr_final is nan"),
         ({"method": {"threshold": math.nan}}, "method.threshold is nan; it must be at least 1"),
         ({"method": {"threshold": -math.inf}}, "method.threshold is -inf; it must be at least 1"),
-        ({"method": {"threshold": 2.5}}, "threshold is 2.5; it counts examples"),
+        (
+            {"method": {"threshold": 2.5}},
+            "method.threshold: it is 2.5, and counts examples: pass a whole number or inf",
+        ),
+        ({"exchange": {"rul": "median"}}, "unknown key 'exchange.rul'; did you mean 'rule'?"),
+        ({"exchange": {"rule": "medain"}}, "exchange.rule is 'medain'; choose from 'mean', 'median'"),
+        ({"exchange": {"noise": 1.0}}, "noise is 1, and updates have any length; set clip as well"),
+        ({"exchange": {"preset": "privat"}}, "exchange.preset is 'privat'; choose from 'plain', 'private'"),
         ({"seed": -1, "rounds": 0, "data": {"ir": 0.0}}, "(and 2 more)"),
     ],
 )
@@ -297,7 +305,7 @@ WRONG: dict[str, st.SearchStrategy[Any]] = {
     "net.name": _NOT_TEXT | st.text(max_size=400).filter(lambda v: v not in nets.NETS),
     "net.weights": _NOT_TEXT,
     "method.name": _NOT_TEXT | st.text(max_size=400).filter(lambda v: v not in methods.names()),
-    "method.preset": _NOT_TEXT | st.text(max_size=400).filter(lambda v: v not in ("paper", "released", "private")),
+    "method.preset": _NOT_TEXT | st.text(max_size=400).filter(lambda v: v not in ("paper", "released")),
     "method.optimizer": unlike("sgd", "adam", "adamw"),
     "method.lr": outside(5e-324),
     "method.lr_schedule": unlike("constant", "cosine", "linear", "exponential", "step"),
@@ -312,11 +320,15 @@ WRONG: dict[str, st.SearchStrategy[Any]] = {
     "method.lam": outside(0),
     "method.threshold": _NOT_NUMBERS | st.floats().filter(lambda v: not (v >= 1 and (math.isinf(v) or v == int(v)))),
     "method.placement": unlike("in_gradient", "after_step"),
-    "method.min_count": below(1),
-    "method.min_clients": below(1),
-    "method.dp_clip": outside(5e-324),
-    "method.dp_delta": outside(5e-324, math.nextafter(1, 0)),
-    "method.prototype_noise": outside(0),
+    "exchange.preset": unlike("plain", "private"),
+    "exchange.rule": unlike(*get_args(Rule)),
+    "exchange.byzantine": below(1),
+    "exchange.min_count": below(1),
+    "exchange.min_clients": below(1),
+    "exchange.clip": outside(5e-324),
+    "exchange.delta": outside(5e-324, math.nextafter(1, 0)),
+    "exchange.randomness": unlike("secret", "seed"),
+    "exchange.class_noise": outside(0),
     "method.max_age": below(0),
     "method.two_stream": _NOT_BOOLEANS,
 }
@@ -332,11 +344,12 @@ def wrong_experiments(draw: st.DrawFn) -> tuple[str, dict[str, Any]]:
         key = draw(st.sampled_from(sorted(WRONG)))
         value = draw(WRONG[key])
     elif kind == "section":
-        key, value = draw(st.sampled_from(["data", "net", "method"])), draw(WRONG_SECTION)
+        key, value = draw(st.sampled_from(["data", "net", "exchange", "method"])), draw(WRONG_SECTION)
     else:
-        section = draw(st.sampled_from(["", "data.", "net.", "method."]))
+        section = draw(st.sampled_from(["", "data.", "net.", "exchange.", "method."]))
         name = draw(UNKNOWN_KEY)
-        fields = {"data.": DataOptions.model_fields, "net.": NetOptions.model_fields}.get(section, {})
+        models = {"data.": DataOptions, "net.": NetOptions, "exchange.": Exchange}
+        fields = models[section].model_fields if section in models else {}
         return f"{section}{name}", nested(section.removesuffix("."), {f"{name}_" if name in fields else name: 1})
     *sections, name = key.split(".")
     return key, nested(".".join(sections), {name: value})

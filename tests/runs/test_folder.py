@@ -22,9 +22,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from redgrape import acceptance, tree
+from redgrape import tree
 from redgrape.data.prepare import DataOptions, prepare
 from redgrape.errors import BusyError, ConfigError, DataError, Diverged, RedgrapeError, StorageError
+from redgrape.exchange import checks
 from redgrape.reading.run_tables import RunView
 from redgrape.runs import durable
 from redgrape.runs.experiment import Experiment
@@ -667,7 +668,7 @@ def test_a_run_that_diverges_keeps_its_last_good_round(
     tmp_path: Path, tiny: Values, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It stops with exit code 3 and writes neither the line nor the checkpoint of the round that went wrong."""
-    monkeypatch.setattr(acceptance, "LONGEST", math.inf)  # else no round is good
+    monkeypatch.setattr(checks, "LONGEST", math.inf)  # else no round is good
     folder = RunFolder.create(
         tmp_path / "run", Experiment.parse(tiny(rounds=9, method__lr=1e9, method__weight_decay=1e5))
     )

@@ -21,12 +21,10 @@ from redgrape.exchange.parts import ClassRows, Count, Direction, Parts, Scalar, 
 from redgrape.exchange.received import FromSum, FromUpdates, Received
 from redgrape.privacy.account import Mechanism, check_installed
 from redgrape.tree import Tensors, Tree
-from redgrape.validation import one_line
+from redgrape.validation import LARGEST, one_line
 
 if TYPE_CHECKING:
     from redgrape.method import ClientId, ServerSite
-
-LARGEST = 1e30  # of a bound that meets float32 numbers
 
 
 class Exchange(BaseModel):
