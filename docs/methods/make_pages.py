@@ -1,6 +1,6 @@
 """Write docs/methods/NAME.md for every method from its file, with the notes of docs/methods/notes/NAME.md.
 
-.venv/bin/python docs/methods/make_pages.py            # tests/test_method_pages.py fails where a page is out of date
+.venv/bin/python docs/methods/make_pages.py            # tests/methods/test_method_pages.py fails where a page is out of date
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import textwrap
 from pathlib import Path
 
 import torch
-from redgrape.aggregation import Averaging
 
 from redgrape import methods
 from redgrape.learning.local_training import LocalTraining
@@ -51,7 +50,7 @@ def use(name: str, method: type[Method]) -> str:
 
 
 def hyper_parameters(name: str, method: type[Method]) -> str:
-    shared = {**LocalTraining.model_fields, **Averaging.model_fields}
+    shared = LocalTraining.model_fields
     own = {
         key: field
         for key, field in method.model_fields.items()
@@ -63,8 +62,8 @@ def hyper_parameters(name: str, method: type[Method]) -> str:
         lines += [f"| `{key}` | {shown(field.default)} | {field.description} |" for key, field in own.items()]
         lines += [""]
     lines += [
-        "Those of local training (`lr`, `epochs`, ...) and of the average (`aggregation`, see",
-        f"[robust.md](../robust.md)) are listed by `redgrape methods {name}`.",
+        f"Those of local training (`lr`, `epochs`, ...) are listed by `redgrape methods {name}`. Robust averages, floors,",
+        "clipping and noise are settings of `[exchange]`, for every method alike: [robust.md](../robust.md).",
     ]
     for preset, values in method.presets.items():
         settings = ", ".join(f"`{key}={shown(value)}`" for key, value in values.items())
