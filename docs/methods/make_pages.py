@@ -1,6 +1,6 @@
 """Write docs/methods/NAME.md for every method from its file, with the notes of docs/methods/notes/NAME.md.
 
-.venv/bin/python docs/methods/make_pages.py            # tests/methods/test_method_pages.py fails where a page is out of date
+.venv/bin/python docs/methods/make_pages.py     # tests/methods/test_method_pages.py fails where a page is out of date
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def hyper_parameters(name: str, method: type[Method]) -> str:
         lines += [f"| `{key}` | {shown(field.default)} | {field.description} |" for key, field in own.items()]
         lines += [""]
     lines += [
-        f"Those of local training (`lr`, `epochs`, ...) are listed by `redgrape methods {name}`. Robust averages, floors,",
+        f"Those of local training (`lr`, `epochs`, ...) are listed by `redgrape methods {name}`. Robust averages,",
         "clipping and noise are settings of `[exchange]`, for every method alike: [robust.md](../robust.md).",
     ]
     for preset, values in method.presets.items():
