@@ -99,7 +99,7 @@ def rounds(
     `declared`: what a client said of itself when it joined (None: not known), to which its updates are held.
     `min_answers`: with fewer answers that count, a round is not made and the run stops.
     """
-    state = start if start is not None else _first_state(method, engine, site, eligible, model, states, declared)
+    state = start if start is not None else first_state(method, engine, site, eligible, model, states, declared)
     with closing(Shelf(spill)) as shelf:
         for t in range(state.round + 1, site.rounds + 1):
             shelf.clear()
@@ -251,7 +251,7 @@ class _Answers:
         )
 
 
-def _first_state(
+def first_state(
     method: Method,
     engine: Engine,
     site: ServerSite,
@@ -260,6 +260,7 @@ def _first_state(
     states: ClientStates | None = None,
     declared: Callable[[ClientId], Declared] | None = None,
 ) -> RunState:
+    """The state before the first round, for which the clients are surveyed."""
     if model is None:
         model = site.build().state_dict()
     model = {name: t.detach().cpu().clone().contiguous() for name, t in model.items()}

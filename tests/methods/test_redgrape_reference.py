@@ -116,7 +116,7 @@ def trained(name: str) -> rg.Result:
 
 def train(case: Case) -> rg.Result:
     s = case.setting
-    method = rg.methods.load("redgrape")(
+    method = rg.RedGrape(
         lam=s.lam,
         threshold=s.threshold,
         placement=s.placement,
@@ -125,7 +125,6 @@ def train(case: Case) -> rg.Result:
         unseen=s.unseen,
         balanced_draw=s.balanced_draw,
         prototype_weights=s.prototype_weights,
-        min_count=s.min_count,
         use_prototypes=s.use_prototypes,
         use_real_data=s.use_real_data,
         two_stream=s.two_stream,
@@ -146,8 +145,7 @@ def train(case: Case) -> rg.Result:
         build=make_net,
         rounds=case.rounds,
         clients_per_round=case.clients_per_round,
-        seed=0,
-        workers=1,
+        exchange=rg.Exchange(min_count=s.min_count),
     )
 
 

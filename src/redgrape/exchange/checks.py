@@ -87,12 +87,12 @@ def check(
                 _check_classes({t: flat[f"{name}/{t}"] for t in update[name]}, name, part, declared, num_classes)
 
 
-def check_names(flat: Mapping[str, object], expected: Iterable[str]) -> None:
+def check_names(flat: Mapping[str, object], expected: Iterable[str], what: str = "update") -> None:
     wanted = set(expected)
     if missing := wanted - flat.keys():
         raise UpdateRejected(f"tensor '{min(missing)}' is missing")
     if more := flat.keys() - wanted:
-        raise UpdateRejected(f"tensor '{min(more)}' is not part of this update")
+        raise UpdateRejected(f"tensor '{min(more)}' is not part of this {what}")
 
 
 def check_survey(answer: Any, like: Tree, examples: int, *, of_sum: bool = False) -> None:
@@ -100,7 +100,7 @@ def check_survey(answer: Any, like: Tree, examples: int, *, of_sum: bool = False
     Whole numbers count examples, of which the client has this many. `of_sum`: the answer is the sum over all clients,
     whose real numbers may be wider."""
     flat, expected = named_tensors(answer), tree.flatten(like)
-    check_names(flat, expected)
+    check_names(flat, expected, "answer")
     for name, wanted in expected.items():
         wider = of_sum and wanted.is_floating_point() and flat[name].is_floating_point()
         _check_kind(name, flat[name], wanted.to(flat[name].dtype) if wider else wanted)
