@@ -35,7 +35,7 @@ from flwr.supercore.run import Run
 from flwr.supercore.task_identity import TaskIdentity
 from flwr.supernode.nodestate import NodeStateFactory
 
-from redgrape import methods, tree
+from redgrape import tree
 from redgrape.cli import main as cli
 from redgrape.deploy.processes import resident, server_role, site_role, submission, supervision
 from redgrape.deploy.processes.deployed_run import DeployedRun
@@ -50,15 +50,10 @@ from redgrape.deploy.setup import certificates, doctor, site_data
 from redgrape.deploy.setup.create import app_hash, create, deployed, renew
 from redgrape.deploy.setup.folder import DataAgreement, Deployment, DeployOptions, SiteFolder
 from redgrape.errors import ConfigError, DataError, RedgrapeError, StorageError, TooFewClients
-from redgrape.method import ClientSite
-from redgrape.methods.creff import Creff
-from redgrape.methods.fedavg import FedAvg
-from redgrape.methods.redgrape import RedGrape
 from redgrape.privacy.disclosure import disclosed, in_words
 from redgrape.reading.run_tables import RunView
 from redgrape.runs.experiment import Experiment, read_toml
 from redgrape.runs.folder import RunFolder
-from redgrape.tree import Tree
 
 RUN = "0123456789abcdef"
 
@@ -104,6 +99,10 @@ def test_init_writes_what_each_party_needs(deployment: Deployment) -> None:
     assert certificates.days_left(deployment.server / "server.crt") > 800
     assert "ash, beech, cedar, date" in (site / "README.md").read_text()
     assert SiteFolder(site).options.app == app_hash(deployment.path / "app")
+    for part in ("server", "client"):
+        names: dict[str, Any] = {}
+        exec((deployment.path / f"app/redgrape_app/{part}.py").read_text(), names)  # what Flower loads
+        assert names["app"] is not None
     before = (deployment.server / "server.crt").read_bytes()
     renew(deployment)
     assert (deployment.server / "server.crt").read_bytes() != before
@@ -285,16 +284,21 @@ def _question(kind: str = "train", **changes: Any) -> dict[str, Any]:
     return header | {"experiment": deployed(experiment, options()).to_toml()} | changes
 
 
+LINEAR = "[net]\nname = 'linear'\n"
+REDGRAPE = f"{LINEAR}[method]\nname = 'redgrape'\n"
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
         ({"kind": "dance"}, "not known here"),
         ({"protocol": 0}, "protocol 0"),
         ({"experiment": "[method]\nname = '/tmp/evil.py'"}, "not one of redgrape's own"),
-        ({"experiment": "[method]\nname = 'redgrape'\nmin_count = 3"}, "fewer than 8 examples"),
-        ({"experiment": "[method]\nname = 'redgrape'\nmin_count = 8"}, "fewer than 3 sites report"),
-        ({"kind": "survey", "experiment": "[method]\nname = 'balanced_softmax'"}, "choose prior=local or estimated"),
-        ({"kind": "survey", "experiment": "[method]\nname = 'logit_adjustment'"}, "fewer than 8 examples"),
+        ({"experiment": f"{REDGRAPE}[exchange]\nmin_count = 3"}, "fewer than 8 examples"),
+        ({"experiment": f"{REDGRAPE}[exchange]\nmin_count = 8"}, "fewer than 3 sites report"),
+        ({"experiment": f"{REDGRAPE}min_count = 8"}, "method.min_count has moved: write exchange.min_count"),
+        ({"kind": "survey", "experiment": f"{LINEAR}[method]\nname = 'balanced_softmax'"}, "for its class_counts"),
+        ({"kind": "survey", "experiment": f"{LINEAR}[method]\nname = 'logit_adjustment'"}, "fewer than 8 examples"),
         ({"experiment": "=" * 9}, "not valid TOML"),
         ({"state": 5}, "no state of round 5"),
         ({"run": "../../x", "state": 5}, "StorageError at this site"),
@@ -312,17 +316,18 @@ def test_a_site_answers_an_error_in_one_line(
     assert parts == {}
 
 
+PRIVATE = {"preset": "private"}
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "class counts": ({"name": "balanced_softmax"}, "prior=global asks every client how many examples of each class"),
-    "the floor of examples": ({"name": "redgrape", "preset": "private", "min_count": 7}, "method.min_count is 7"),
-    "the floor of sites": ({"name": "redgrape", "preset": "private", "min_clients": 2}, "method.min_clients is 2"),
+    "class counts": ({"method": {"name": "balanced_softmax"}}, "the method asks every client for its class_counts"),
+    "the floor of examples": ({"exchange": {**PRIVATE, "min_count": 7}}, "exchange.min_count is 7"),
+    "the floor of sites": ({"exchange": {**PRIVATE, "min_clients": 2}}, "exchange.min_clients is 2"),
     "exact prototypes": (
-        {"name": "redgrape", "preset": "private"},
-        "class gradients of up to 9 examples can be solved for every one of them, and this method sends them from 8 on",
+        {"exchange": PRIVATE},
+        "class gradients of up to 9 examples can be solved for every one of them, and this experiment sends them from",
     ),
     "more sites than there are": (
-        {"name": "redgrape", "preset": "private", "min_clients": 4},
-        "method.min_clients is 4, and of a round's 3 clients 3 count",
+        {"exchange": {**PRIVATE, "min_count": 10, "min_clients": 4}},
+        "exchange.min_clients is 4, and of a round's 3 clients 3 count",
     ),
 }
 TEN = {"classes": tuple("abcdefghij"), "shape": (6,), "input": "float"}
@@ -334,8 +339,9 @@ def test_what_sites_would_refuse_is_refused_before_anything_starts(
 ) -> None:
     """By `deploy run` and the doctor by deploy.toml, as by a site by its site.toml."""
     create(tmp_path / "d", options(data=TEN))
-    method, said = REFUSED[case]
-    (tmp_path / "d/experiment.toml").write_text(tomli_w.dumps({"method": method}))
+    changes, said = REFUSED[case]
+    values = {"net": {"name": "linear"}, **changes}
+    (tmp_path / "d/experiment.toml").write_text(tomli_w.dumps(values))
     assert cli.run(["deploy", "run", str(tmp_path / "d")]) == 2
     captured = capsys.readouterr()
     assert said in captured.err and captured.err.count("\n") == 1
@@ -343,20 +349,27 @@ def test_what_sites_would_refuse_is_refused_before_anything_starts(
     assert cli.run(["doctor", str(tmp_path / "d")]) == 2
     assert " ".join(said.split()[:2]) in capsys.readouterr().out
     if case != "more sites than there are":
-        parsed = Experiment.parse({"method": method}).method.create()
-        assert said in str(why_refused(parsed, SiteFolder(tmp_path / "d/sites/north").options))
+        site = SiteFolder(tmp_path / "d/sites/north").options
+        assert said in str(why_refused(Experiment.parse(values), site))
+
+
+def _refused(options: DeployOptions, method: str = "redgrape", **changes: Any) -> str | None:
+    """Why these options refuse an experiment with the private floors."""
+    floors = {"preset": "private", **changes.pop("exchange", {})}
+    values = {"net": {"name": "linear"}, "exchange": floors, "method": {"name": method, **changes}}
+    return why_refused(Experiment.parse(values), options)
 
 
 def test_exact_prototypes_are_for_sites_whose_floor_is_above_the_classes_and_for_secure_sums() -> None:
     """With ten classes a gradient of up to nine examples can be solved for."""
     ten = options(data=TEN)
-    assert "min_count to 10" in str(why_refused(RedGrape.preset("private"), ten))
-    assert why_refused(RedGrape.preset("private", min_count=10), ten) is None
-    assert "min_count to 10" in str(why_refused(Creff.preset("private"), ten))
-    assert why_refused(Creff.preset("private"), options()) is None  # of four classes three
-    assert why_refused(RedGrape(use_prototypes=False, min_count=8), ten) is None
-    assert why_refused(RedGrape.preset("private"), options(data=TEN, secure_aggregation=True)) is None
-    assert why_refused(RedGrape(), options(data=TEN, min_count=1, min_clients=1)) is None
+    for method in ("redgrape", "creff"):
+        assert "min_count to 10" in str(_refused(ten, method))
+        assert _refused(ten, method, exchange={"min_count": 10}) is None
+        assert _refused(options(), method) is None  # of four classes three
+    assert _refused(ten, use_prototypes=False) is None
+    assert _refused(options(data=TEN, secure_aggregation=True)) is None
+    assert _refused(options(data=TEN, min_count=1, min_clients=1), exchange={"preset": "plain"}) is None
 
 
 def test_folders_of_before_the_floor_of_sites_have_the_default(tmp_path: Path, federated: Federated) -> None:
@@ -373,28 +386,19 @@ def test_more_sites_than_there_are_are_refused_before_anything_starts(
     tmp_path: Path, more: dict[str, int], capsys: pytest.CaptureFixture[str]
 ) -> None:
     create(tmp_path / "d", options())
-    (tmp_path / "d/experiment.toml").write_text(tomli_w.dumps({**more, "method": {"name": "fedavg"}}))
+    values = {**more, "net": {"name": "linear"}, "method": {"name": "fedavg"}}
+    (tmp_path / "d/experiment.toml").write_text(tomli_w.dumps(values))
     assert cli.run(["deploy", "run", str(tmp_path / "d")]) == 2
     assert "there are 3 sites, of which" in capsys.readouterr().err
 
 
-def test_a_survey_of_class_counts_is_for_open_sites_and_secure_sums() -> None:
-    for name in ("balanced_softmax", "logit_adjustment"):
-        method = methods.load(name)
-        assert why_refused(method(prior="global"), options()) is not None
-        assert why_refused(method(prior="global"), options(min_count=1)) is None
-        assert why_refused(method(prior="global"), options(secure_aggregation=True)) is None
-        assert why_refused(method(prior="local"), options()) is None
-        assert why_refused(method(prior="estimated"), options()) is None
-
-
-def test_a_survey_of_which_nothing_is_said_counts_as_one_of_class_counts() -> None:
-    class Asks(FedAvg):
-        def survey(self, site: ClientSite) -> Tree:
-            return {"something": torch.ones(1)}
-
-    assert "its survey asks" in str(why_refused(Asks(), options()))
-    assert why_refused(FedAvg(), options()) is None
+@pytest.mark.parametrize("name", ["balanced_softmax", "logit_adjustment"])
+def test_a_survey_of_class_counts_is_for_open_sites_and_secure_sums(name: str) -> None:
+    assert "the method asks every client for its class_counts" in str(_refused(options(), name, prior="global"))
+    assert _refused(options(min_count=1), name, prior="global") is None
+    assert _refused(options(secure_aggregation=True), name, prior="global") is None
+    assert _refused(options(), name, prior="local") is None
+    assert _refused(options(), name, prior="estimated") is None
 
 
 def test_the_doctor_says_what_is_wrong(

@@ -302,7 +302,8 @@ METHODS: dict[str, dict[str, Any]] = {
     "fedavg": {},
     "scaffold": {},
     "redgrape": {},
-    "redgrape with floors": {"min_count": 3, "min_clients": 2},
+    "redgrape with floors": {"exchange": {"min_count": 3, "min_clients": 2}},
+    "redgrape with clipping": {"exchange": {"clip": 0.05, "class_clip": 0.1}},
     "logit_adjustment": {"prior": "global"},
 }
 
@@ -312,7 +313,10 @@ def test_the_engine_gives_the_local_one_s_numbers_to_the_bound(tmp_path: Path, f
     """With prototypes, with client state, with a survey; beside it the class contributors of every round."""
     deployment, sites = _deployed(tmp_path, federated)
     grid = FakeGrid(deployment, sites)
-    folder, _ = _run(deployment, grid, "a", method={"name": name.split()[0], "batch_size": 8, **METHODS[name]})
+    chosen = dict(METHODS[name])
+    exchange = chosen.pop("exchange", {})
+    method = {"name": name.split()[0], "batch_size": 8, **chosen}
+    folder, _ = _run(deployment, grid, "a", method=method, exchange=exchange)
     state, _ = folder.latest()
     assert state is not None
     ours, theirs = tree.flatten(state.server), tree.flatten(locally(folder.experiment(), federated))
@@ -321,6 +325,21 @@ def test_the_engine_gives_the_local_one_s_numbers_to_the_bound(tmp_path: Path, f
     assert {kind for _, kind in grid.kinds} == {"join", "sum"}
     assert all(record["answered"] == [0, 1, 2] for record in folder.metrics())
     assert folder.environment()["secure_aggregation"] is True
+
+
+def test_noise_and_a_secure_sum_go_together(tmp_path: Path, federated: Federated) -> None:
+    """Each site clips its own update. The mean over three gets a third of the noise of the sum."""
+    deployment, sites = _deployed(tmp_path, federated)
+    models = []
+    for name, noise in (("clear", 0.0), ("noisy", 0.5)):
+        exchange = {"clip": 0.05, "noise": noise}
+        grid = FakeGrid(deployment, sites)
+        folder, _ = _run(deployment, grid, name, rounds=1, method={"name": "fedavg"}, exchange=exchange)
+        state, _ = folder.latest()
+        assert state is not None
+        models.append(torch.cat([t.flatten() for t in state.server["model"].values()]))
+    assert (models[1] - models[0]).std() == pytest.approx(0.5 * 0.05 / 3, rel=0.1)
+    assert folder.metrics()[0]["epsilon"] > 0
 
 
 def test_evaluations_at_the_sites_are_summed_too(tmp_path: Path, federated: Federated) -> None:
@@ -367,9 +386,10 @@ def test_a_site_adds_up_only_what_it_is_known_for(tmp_path: Path, federated: Fed
     for kind in ("join", "sum"):
         with pytest.raises(ConfigError, match=f"a sum of '{kind}', which is not known here"):
             sites[0]._summand(_question("sum", of=kind), {})
-    median = Experiment.parse({"net": {"name": "mlp"}, "method": {"name": "fedavg", "aggregation": "median"}})
+    values = {"net": {"name": "mlp"}, "method": {"name": "fedavg"}, "exchange": {"rule": "median"}}
+    median = Experiment.parse(values)
     toml = deployed(median, options()).to_toml()
-    with pytest.raises(ConfigError, match="cannot be summed: aggregation=median"):
+    with pytest.raises(ConfigError, match=r"shows no single updates, and exchange\.rule=median"):
         sites[0]._summand(_question("sum", of="train", experiment=toml), {})
 
 
@@ -510,11 +530,10 @@ def _agreed(tmp_path: Path, federated: Federated) -> tuple[Deployment, FakeGrid]
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (["--method", "climb"], "method 'climb' cannot run with secure aggregation: its server weighs every client"),
-        (["--method", "fedic", "-c", "data.auxiliary=4"], "method 'fedic' cannot run with secure aggregation"),
-        (["-c", "method.prototype_clip=1"], "method 'redgrape' cannot run with secure aggregation: prototype_clip"),
-        (["-c", "method.aggregation=median"], "aggregation=median compares single updates"),
-        (["-c", "clients_per_round=2", "-c", "method.min_clients=1"], "clients_per_round is 2, and a secure sum needs"),
+        (["--method", "climb"], "method 'climb' cannot run so: a secure sum shows no single updates, and "),
+        (["--method", "fedic", "-c", "data.auxiliary=4"], "method 'fedic' cannot run so: a secure sum shows no"),
+        (["-c", "exchange.rule=median"], "a secure sum shows no single updates, and exchange.rule=median"),
+        (["-c", "clients_per_round=2", "-c", "exchange.min_clients=1"], "clients_per_round is 2, and a secure sum"),
     ],
 )
 def test_what_cannot_be_summed_is_refused_by_name(
@@ -543,8 +562,8 @@ def test_two_sites_are_too_few(tmp_path: Path, capsys: pytest.CaptureFixture[str
 
 def test_the_privacy_report_tells_of_sums(tmp_path: Path, federated: Federated) -> None:
     deployment, sites = _deployed(tmp_path, federated)
-    method = {"name": "redgrape", "batch_size": 8, "min_count": 3}
-    folder, _ = _run(deployment, FakeGrid(deployment, sites), "a", method=method)
+    method = {"name": "redgrape", "batch_size": 8}
+    folder, _ = _run(deployment, FakeGrid(deployment, sites), "a", method=method, exchange={"min_count": 3})
     facts = disclosed(RunView.read(folder.path))
     assert facts["secure_aggregation"] is True and facts["fewest_answers"] == 3
     seen = facts["class_reports"]["server"]
@@ -559,12 +578,12 @@ def test_the_privacy_report_tells_of_summed_class_counts_and_evaluations(tmp_pat
     method = {"name": "logit_adjustment", "prior": "global"}
     folder, _ = _run(deployment, FakeGrid(deployment, sites), "a", rounds=1, method=method)
     words = " ".join(in_words(disclosed(RunView.read(folder.path)))["the server"])
-    assert (
-        "of all sites together, and of none by itself: Before the first round each client was asked how many" in words
-    )
+    asked = "Before the first round each client was asked for its class_counts."
+    assert f"of all sites together, and of none by itself: {asked}" in words
     assert "of all sites together, by 1 evaluation there" in words and "for training on" not in words
-    method = {"name": "redgrape", "prototype_weights": "count", "min_count": 8}
-    folder, _ = _run(deployment, FakeGrid(deployment, sites), "b", rounds=1, method=method)
+    method = {"name": "redgrape", "prototype_weights": "count"}
+    floor = {"min_count": 8}
+    folder, _ = _run(deployment, FakeGrid(deployment, sites), "b", rounds=1, method=method, exchange=floor)
     words = " ".join(in_words(disclosed(RunView.read(folder.path)))["the server"])
     assert "of a round's sites together: the number of examples behind every class that is reported" in words
 
