@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterable
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,14 +32,14 @@ from flwr.cli.build import build_fab_from_disk
 from flwr.supercore.fab import Fab
 from flwr.supercore.inflatable.inflatable_object import get_object_tree
 from flwr.supercore.object_store import ObjectStoreFactory
-from flwr.supercore.run import Run
+from flwr.supercore.run import Run as FlowerRun
 from flwr.supercore.task_identity import TaskIdentity
 from flwr.supernode.nodestate import NodeStateFactory
 
 from redgrape import tree
 from redgrape.cli import main as cli
 from redgrape.deploy.processes import resident, server_role, site_role, submission, supervision
-from redgrape.deploy.processes.deployed_run import DeployedRun
+from redgrape.deploy.processes.deployed_run import at_sites
 from redgrape.deploy.processes.launch import NOT_RUN, pin
 from redgrape.deploy.processes.server_app import Journal
 from redgrape.deploy.processes.submission import Submission, is_active
@@ -54,6 +55,7 @@ from redgrape.privacy.disclosure import disclosed, in_words
 from redgrape.reading.run_tables import RunView
 from redgrape.runs.experiment import Experiment, read_toml
 from redgrape.runs.folder import RunFolder
+from redgrape.runs.run import Run
 
 RUN = "0123456789abcdef"
 
@@ -245,7 +247,8 @@ def test_a_failure_at_a_site_tells_the_server_no_path(
     site, run = sites[0], deployment.site("north") / "states" / RUN
     run.mkdir(parents=True)
     (run / "round-000005").write_bytes(b"damaged" * 9)
-    header, _ = site.answer(_question(state=5), {})
+    model = {"broadcast": tree.to_bytes({})}
+    header, _ = site.answer(_question(state=5), model)
     assert header["error"] == "StorageError at this site, whose log tells more"
     assert str(run) in capsys.readouterr().err
 
@@ -253,7 +256,7 @@ def test_a_failure_at_a_site_tells_the_server_no_path(
         raise OSError(28, "No space left on device", str(run))
 
     monkeypatch.setattr(site, "_train", full)
-    header, _ = site.answer(_question(), {})
+    header, _ = site.answer(_question(), model)
     assert header["error"] == "OSError at this site, whose log tells more"
     assert f"No space left on device: '{run}'" in capsys.readouterr().err
 
@@ -303,7 +306,11 @@ REDGRAPE = f"{LINEAR}[method]\nname = 'redgrape'\n"
         ({"state": 5}, "no state of round 5"),
         ({"run": "../../x", "state": 5}, "StorageError at this site"),
         ({"deadline": 1e-3}, "not finished within"),
-        ({}, "KeyError at this site, whose log tells more"),  # no model came with it
+        ({"deadline": 0}, "'deadline' must be seconds above 0, and is 0"),
+        ({"deadline": 10**400}, "'deadline' must be seconds above 0"),
+        ({"round": "1"}, "'round' must be a whole number, and is 1"),
+        ({"reach": None}, "'reach' must be a whole number, and is None"),
+        ({}, "'broadcast' did not come with the question"),
     ],
 )
 def test_a_site_answers_an_error_in_one_line(
@@ -311,7 +318,8 @@ def test_a_site_answers_an_error_in_one_line(
 ) -> None:
     create(tmp_path / "d", options(test="somewhere"))
     site = Site(SiteFolder(tmp_path / "d/sites/north"), federated.data("north"))
-    header, parts = site.answer(_question(**changes), {})
+    model = {"broadcast": tree.to_bytes({})} if changes else {}
+    header, parts = site.answer(_question(**changes), model)
     assert said in header["error"] and "\n" not in header["error"]
     assert parts == {}
 
@@ -468,8 +476,8 @@ def _run(deployment: Deployment, grid: FakeGrid, name: str, **changes: Any) -> t
     experiment = deployed(Experiment.parse(values), deployment.options)
     path, said = deployment.path / "runs" / name, []
     folder = RunFolder.open(path) if path.exists() else RunFolder.create(path, experiment)
-    run = DeployedRun(folder, deployment, grid, said.append, authenticated=True)  # type: ignore[arg-type]
-    for _ in run.steps():
+    venue = at_sites(folder, deployment, grid, said.append, authenticated=True)  # type: ignore[arg-type]
+    for _ in Run(folder, workers=1, venue=venue).steps():
         pass
     return folder, said
 
@@ -550,17 +558,16 @@ def test_the_card_says_what_is_known_of_test_set_and_tail(
 def test_a_site_that_is_below_the_floor_in_every_class_evaluates_none(tmp_path: Path, federated: Federated) -> None:
     create(tmp_path / "d", options(min_count=100))
     site = Site(SiteFolder(tmp_path / "d/sites/north"), federated.data("north"))
-    header, parts = site.answer(_question("evaluate"), {})
+    header, parts = site.answer(_question("evaluate"), {"model": tree.to_bytes({})})
     assert "tests no class of which it trains with 100 examples" in header["error"] and parts == {}
 
 
 class Surveyed(Site):
     """Answers the survey with something else."""
 
-    def _survey(self, header: Any, parts: Any) -> Any:
-        more, trees = super()._survey(header, parts)
-        counts = trees["survey"]["class_counts"]
-        return more, {"survey": {"class_counts": torch.full_like(counts, -(10**9))}}
+    def _survey(self, question: Any) -> Any:
+        answer, survey = super()._survey(question)
+        return answer, {"class_counts": torch.full_like(survey["class_counts"], -(10**9))}
 
 
 def test_a_survey_that_cannot_be_stops_the_run_by_the_site_s_name(
@@ -584,9 +591,8 @@ class Joining(Site):
 
     says: dict[str, Any]
 
-    def _join(self, header: Any, parts: Any) -> Any:
-        facts, trees = super()._join(header, parts)
-        return facts | self.says, trees
+    def _join(self) -> Any:
+        return replace(super()._join(), **self.says)
 
 
 def _joining(deployment: Deployment, federated: Federated, **says: Any) -> Joining:
@@ -606,7 +612,10 @@ def _impatient(deployment: Deployment) -> Deployment:
     [
         ({"examples": 10**9 + 1}, "says that it has 1000000001 examples, which cannot be"),
         ({"examples": 0}, "says that it has 0 examples, which cannot be"),
-        ({"examples": True}, "says that it has True examples, which cannot be"),
+        ({"examples": None}, "says that it has None examples, which cannot be"),
+        ({"examples": True}, "gave an answer that cannot be read: 'examples' must be a whole number, and is True"),
+        ({"agreement": [1]}, "gave an answer that cannot be read: 'agreement' must be a table, and is [1]"),
+        ({"evaluates": 0}, "gave an answer that cannot be read: 'evaluates' must be true or false, and is 0"),
         ({"tests": -1}, "says that it has -1 tests, which cannot be"),
         ({"redgrape": "0.0.7"}, "has redgrape 0.0.7, and the server "),
     ],
@@ -654,9 +663,9 @@ def test_a_site_s_first_declaration_counts_for_the_run(
 class Evaluating(Site):
     """Has counted each of its test examples a hundred times."""
 
-    def _evaluate(self, header: Any, parts: Any) -> Any:
-        more, trees = super()._evaluate(header, parts)
-        return more, {"scores": {**trees["scores"], "confusion": 100 * trees["scores"]["confusion"]}}
+    def _evaluate(self, question: Any, model: Any) -> Any:
+        answer, scores = super()._evaluate(question, model)
+        return answer, {**scores, "confusion": 100 * scores["confusion"]}
 
 
 def test_an_evaluation_has_as_many_examples_as_its_site_has_declared(tmp_path: Path, federated: Federated) -> None:
@@ -700,7 +709,8 @@ def test_a_node_for_which_flower_has_an_error_is_asked_again(
     folder, said = _run(deployment, grid, "a")
     assert [kind for _, kind in grid.kinds[:6]] == ["join"] * 6
     assert not any("refused" in words for words in said)
-    assert sum("is asked again: Message Unavailable" in words for words in said) == 3
+    for name in SITES:
+        assert f"site '{name}' failed: Message Unavailable (code 0), and is asked again who it is" in said
     state, _ = folder.latest()
     assert state is not None
     assert tree.equal(state.server, locally(folder.experiment(), federated))
@@ -749,7 +759,7 @@ class Sent:
         said = {"fab_id": "redgrape/redgrape-app", "fab_version": "1.0.0", "fab_hash": name} | changes
         message = Message(RecordDict(), dst_node_id=1, message_type="train")
         message.metadata.__dict__ |= {"_run_id": 5, "_message_id": message.object_id, "_src_node_id": 1}
-        run = Run.create_empty(5)
+        run = FlowerRun.create_empty(5)
         for key, value in said.items():
             setattr(run, key, value)
         self.stored = NodeStateFactory(objectstore_factory=ObjectStoreFactory())
@@ -909,8 +919,8 @@ class Hanging(FakeGrid):
 def test_a_superlink_that_hangs_stops_the_run(
     deployment: Deployment, sites: list[Site], monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
-    monkeypatch.setattr("redgrape.deploy.protocol.engine.LINK", 0.2)
-    monkeypatch.setattr("redgrape.deploy.protocol.engine.JOIN", 0.2)
+    monkeypatch.setattr("redgrape.deploy.protocol.transport.LINK", 0.2)
+    monkeypatch.setattr("redgrape.deploy.protocol.members.JOIN", 0.2)
     grid = Hanging(deployment, sites, call)
     with pytest.raises(RedgrapeError, match="the SuperLink has not answered for 0"):
         _run(deployment, grid, "a")

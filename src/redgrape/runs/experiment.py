@@ -19,7 +19,7 @@ from redgrape import methods, nets
 from redgrape.runs import durable
 from redgrape.runs import moved_keys
 from redgrape.runs.checksums import hash_of
-from redgrape.data.federation import Federation
+from redgrape.data.federation import FederatedData
 from redgrape.data.prepare import DataOptions
 from redgrape.data.sources import READERS
 from redgrape.errors import ConfigError, DataError, unknown
@@ -182,11 +182,11 @@ class Experiment(BaseModel):
     def with_rounds(self, rounds: int) -> Experiment:
         return Experiment.parse({**self.resolved(), "rounds": rounds})
 
-    def builder(self, federation: Federation) -> Callable[[], Net]:
+    def builder(self, federation: FederatedData) -> Callable[[], Net]:
         """A callable that another process can be given, and that returns a fresh net."""
         return partial(nets.build, self.net.name, federation.input_shape, federation.num_classes, self.seed)
 
-    def first_model(self, federation: Federation) -> Tensors:
+    def first_model(self, federation: FederatedData) -> Tensors:
         """The weights that training starts from. The weights file is needed for that only, not to go on."""
         shape, classes = federation.input_shape, federation.num_classes
         return build_net(self.net.name, shape, classes, self.seed, self.net.weights).state_dict()
