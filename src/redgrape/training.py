@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from redgrape import determinism, engines, tree
 from redgrape.data.examples import Examples
-from redgrape.data.federation import Declared, Federation
+from redgrape.data.federation import Declared, FederatedData
 from redgrape.determinism import same_bits_everywhere
 from redgrape.engines import Answer, ClientHalf, Engine, Lost, SumOfAnswers
 from redgrape.engines.waiting_answers import Shelf
@@ -343,7 +343,7 @@ class Training:
     def __init__(
         self,
         method: Method,
-        federation: Federation,
+        federation: FederatedData,
         build: Callable[[], Net],
         *,
         rounds: int,
@@ -519,7 +519,7 @@ class Result:
 
 def train(
     method: Method,
-    federation: Federation,
+    federation: FederatedData,
     build: Callable[[], Net],
     *,
     rounds: int,
@@ -562,7 +562,7 @@ def train(
         return Result(step.state.server, training.net(step.state.server["model"]), history)
 
 
-def check_net(net: object, federation: Federation) -> None:
+def check_net(net: object, federation: FederatedData) -> None:
     """Raise ConfigError where `build` does not give an encoder with a linear classifier that fits the data."""
     if not isinstance(net, Net) or not isinstance(net.classifier, nn.Linear):
         raise ConfigError(
