@@ -25,6 +25,7 @@ from redgrape.methods.creff import CReFF
 from redgrape.methods.fedavg import FedAvg
 from redgrape.testing.cases import CLASSES, IMAGE, float64_net
 from redgrape.training import RunState, rounds
+from toys import random
 
 CPU, C = torch.device("cpu"), CLASSES
 TINY: dict[str, Any] = {"features_per_class": 3, "match_steps": 2, "retrain_epochs": 2, "epochs": 1, "batch_size": 4}
@@ -34,10 +35,6 @@ TINY: dict[str, Any] = {"features_per_class": 3, "match_steps": 2, "retrain_epoc
 def one_thread() -> Iterator[None]:
     with same_bits_everywhere():
         yield
-
-
-def random(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def published_distance(

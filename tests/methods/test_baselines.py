@@ -39,6 +39,7 @@ from redgrape.methods.scaffold import Scaffold
 from redgrape.reading import run_tables
 from redgrape.testing.cases import IMAGE, float64_net
 from redgrape.training import RunState, rounds, sample_clients
+from toys import random
 
 CPU, C = torch.device("cpu"), 3
 Named = dict[str, Tensor]
@@ -48,10 +49,6 @@ Named = dict[str, Tensor]
 def one_thread() -> Iterator[None]:
     with same_bits_everywhere():
         yield
-
-
-def random(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def examples(counts: Sequence[int], seed: int = 0, shape: tuple[int, ...] = (4,)) -> rg.Examples:

@@ -22,6 +22,7 @@ from redgrape.learning.features import features
 from redgrape.method import ClientSite, ServerSite
 from redgrape.methods.fedavg import FedAvg
 from redgrape.methods.redgrape import Balance, RedGrape
+from toys import random
 
 IMAGE, VECTOR, C = (1, 8, 8), (5,), 4
 CPU = torch.device("cpu")
@@ -31,10 +32,6 @@ CPU = torch.device("cpu")
 def one_thread() -> Iterator[None]:
     with same_bits_everywhere():
         yield
-
-
-def random(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def examples(counts: Sequence[int], shape: tuple[int, ...] = VECTOR, seed: int = 1) -> rg.Examples:
