@@ -1,4 +1,3 @@
-<<<<<<< HEAD
 """Toys of several rooms: tiny examples and federations, a server's place, clients whose answers come as a sum."""
 
 from __future__ import annotations
@@ -66,16 +65,8 @@ class Summing(InProcess):
         total = fixed_point.decode(encoded[0][0], np.sum([numbers for _, numbers in encoded], axis=0))
         self._spoil(total)
         yield None, SumOfAnswers(total, {k: tree.ordered(a.state) for k, a in answers.items()}, round)
-=======
-"""What several tests are made of."""
-
-from __future__ import annotations
-
-import torch
-from torch import Tensor
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:
     """Normal numbers in float64, by their seed."""
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
->>>>>>> tB
