@@ -31,6 +31,7 @@ from redgrape.exchange.checks import LONGEST, TooLong
 from redgrape.learning.features import features
 from redgrape.methods.fedavg import FedAvg
 from redgrape.privacy.disclosure import told_by
+from redgrape.testing import engines as testing_engines
 from redgrape.training import PLAIN, RunState, Training, exchanged
 from redgrape.tree import Tree
 
@@ -157,7 +158,7 @@ def test_noise_moves_the_table() -> None:
 
 @pytest.mark.parametrize("settings", [{}, {"min_count": 3, "min_clients": 2}, {"clip": 0.1, "class_clip": 0.5}])
 def test_a_secure_sum_is_the_plain_mean(settings: dict[str, Any]) -> None:
-    plain, summed = after(**settings), after(testing._Summing, **settings)
+    plain, summed = after(**settings), after(testing_engines.Summing, **settings)
     for name, t in tree.flatten(plain.server).items():
         torch.testing.assert_close(tree.flatten(summed.server)[name], t, rtol=0, atol=1e-9)
     assert summed.record["class_released"] == plain.record["class_released"]
@@ -210,7 +211,7 @@ def rows(classes: Sequence[int], values: Sequence[Sequence[float]], **counts: Se
 
 
 def sum_of(exchange: Exchange, updates: Sequence[Tree], parts: Parts, classes: int = 3) -> Tree:
-    return testing._sum([exchange.summand(update, parts, classes) for update in updates])
+    return testing_engines.summed([exchange.summand(update, parts, classes) for update in updates])
 
 
 def both(updates: Sequence[Tree], parts: Parts, **settings: Any) -> tuple[Received, Received]:

@@ -3,7 +3,7 @@
 An answer is measured when it arrives, since it may wait on a disk then. The measures are compared once all are there,
 so that nothing depends on the order of arrival. n_k: a client's examples; S: its local steps; theta: the sent model.
 
-    direction    |d_k| <= max(1, |theta|, 30 median_j |d_j|, 30 n_k median_j (|d_j| / n_j))
+    direction    |d_k| <= max(1, |theta|, 25 median_j |d_j|, 25 n_k median_j (|d_j| / n_j))
     class rows   f_k = max_c |G_c| / |b_c| <= 20 max(1, median_j f_j), if they are gradients
                  G_c = mean (p - e_c) h^T and b_c = mean (p - e_c), so that |G_c| <= |b_c| max |h|: each number of
                  p - e_c has the same sign for all examples of class c
@@ -33,7 +33,7 @@ from redgrape.tree import Tensors, Tree
 
 K = TypeVar("K")  # a client
 
-STEP, FEATURE, STATISTIC, SCALAR = 30.0, 20.0, 100.0, 10.0  # times what is usual in the round
+STEP, FEATURE, STATISTIC, SCALAR = 25.0, 20.0, 100.0, 10.0  # times what is usual in the round
 LARGEST = 1e12  # times the broadcast statistic: beyond it, no other client need be asked
 _NOTHING = 1e-30  # what rounding makes of a zero
 
