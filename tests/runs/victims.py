@@ -2,8 +2,8 @@
 
 The process has everything imported and forks each victim, so that a try costs a fraction of a second. A victim calls
 `redgrape run` or `redgrape resume` through redgrape.cli.main.run as a person would, in a session of its own, with
-workers that a server process of its own forks. The functions that make up a run tell in a byte of shared memory when they are
-at work: that is how it is known at which stage a kill landed.
+workers that a server process of its own forks. The functions that make up a run tell in a byte of shared memory when
+they are at work: that is how it is known at which stage a kill landed.
 """
 
 from __future__ import annotations
