@@ -24,12 +24,10 @@ import torch
 
 import redgrape as rg
 from redgrape import methods, nets, testing, tree
-from redgrape.engines import SumOfAnswers
-from redgrape.engines.in_process import InProcess
-from redgrape.exchange import fixed_point
 from redgrape.method import Method
 from redgrape.nets.net import Net
 from redgrape.training import Training
+from toys import Summing
 
 FILE = Path(__file__).with_name("digests.json")
 C, SHAPE = 4, (1, 8, 8)
@@ -124,17 +122,6 @@ def _federation(sizes: list[list[int]]) -> rg.Federation:
         return rg.Examples(x.astype(np.float32), y)
 
     return rg.Federation([draw(row) for row in sizes], draw([3] * C), C, auxiliary=draw(AUXILIARY))
-
-
-class Summing(InProcess):
-    """The clients' answers as a secure sum of sites gives them: by way of whole numbers."""
-
-    def run_clients(self, broadcast: Any, clients: Any, states: Any, round: int) -> Any:
-        answers = {k: self._half.run(k, broadcast, states.get(k), round) for k in clients}
-        summands = [self._half.summand(k, broadcast, a.update, round) for k, a in answers.items()]
-        encoded = [fixed_point.encode(summand, len(answers)) for summand in summands]
-        total = fixed_point.decode(encoded[0][0], np.sum([numbers for _, numbers in encoded], axis=0))
-        yield None, SumOfAnswers(total, {k: tree.ordered(a.state) for k, a in answers.items()}, round)
 
 
 def final_digest(case: Case) -> str:

@@ -7,7 +7,6 @@ import math
 import os
 import signal
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,29 +23,21 @@ from redgrape.engines import ClientHalf
 from redgrape.engines.in_process import InProcess
 from redgrape.engines.pool import Pool
 from redgrape.errors import ConfigError, Diverged, TooFewClients
+from redgrape.exchange import Count, Direction, Parts, Statistics
 from redgrape.learning.evaluation import Scores
 from redgrape.learning.schedule import decay
 from redgrape.method import ClientSite, ServerSite
 from redgrape.methods.fedavg import FedAvg
 from redgrape.methods.redgrape import RedGrape
 from redgrape.training import RunState, Training, check_net, rounds, sample_clients
+from toys import VECTOR, examples, federation
 
-C, VECTOR = 3, (5,)
+C = 3
 LINEAR = functools.partial(nets.build, "linear", VECTOR, C, seed=0)
 
 
 def mlp() -> rg.Net:
     return nets.build("mlp", VECTOR, C, seed=0).double()
-
-
-def examples(counts: Sequence[int], seed: int = 0) -> rg.Examples:
-    y = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
-    noise = torch.randn(len(y), *VECTOR, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-    return rg.Examples(noise + y[:, None], y)
-
-
-def federation(*counts: Sequence[int], **options: Any) -> rg.Federation:
-    return rg.Federation([examples(c, k) for k, c in enumerate(counts)], examples([2] * C, 99), C, **options)
 
 
 # Trees
@@ -186,7 +177,10 @@ def test_the_server_step() -> None:
         return {"delta": {"w": torch.tensor([delta])}, "buffers": buffers, "count": torch.tensor(count)}
 
     site = ServerSite(LINEAR, 2, C, 0, 1, 1, torch.device("cpu"))
-    new = FedAvg(server_lr=0.5).server_update({"model": model}, {4: answer(2.0, 1.0, 1), 6: answer(6.0, 5.0, 3)}, site)
+    statistics = {"bn.running_mean": model["bn.running_mean"]}
+    parts: Parts = {"delta": Direction({"w": model["w"]}), "buffers": Statistics(statistics, {}), "count": Count()}
+    received = rg.Exchange().receive({4: answer(2.0, 1.0, 1), 6: answer(6.0, 5.0, 3)}, parts, site)
+    new = FedAvg(server_lr=0.5).server_update({"model": model}, received, site)
     assert {name: t.tolist() for name, t in new["model"].items()} == {
         "w": [12.5],
         "bn.running_mean": [4.0],
@@ -321,8 +315,8 @@ class Remembering(FedAvg):
         update, _ = super().client_update(broadcast, state, site)
         return update, {"visits": state["visits"] + 1}
 
-    def server_update(self, server, updates, site):
-        return super().server_update(server, updates, site) | {"round": torch.tensor(site.round)}
+    def server_update(self, server, received, site):
+        return super().server_update(server, received, site) | {"round": torch.tensor(site.round)}
 
 
 class LosesClientOne(InProcess):
@@ -569,12 +563,15 @@ def test_a_worker_lost_in_the_middle_of_a_round_is_replaced(kind: Any, tmp_path:
 class KeepsAnUpdate(FedAvg):
     """Its server holds on to what a client sent, as it is."""
 
+    def needs_single(self):
+        return "it keeps one of them"
+
     def init_server(self, model, site):
         return {"model": model, "kept": {name: torch.zeros_like(t) for name, t in model.items()}}
 
-    def server_update(self, server, updates, site):
-        first = server["kept"] if site.round > 1 else updates[min(updates)]["delta"]
-        return {**super().server_update(server, updates, site), "kept": first}
+    def server_update(self, server, received, site):
+        first = server["kept"] if site.round > 1 else received.each("delta")[0]
+        return {**super().server_update(server, received, site), "kept": first}
 
 
 def test_what_the_server_keeps_of_an_update_outlives_the_round() -> None:

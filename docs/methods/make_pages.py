@@ -62,8 +62,8 @@ def hyper_parameters(name: str, method: type[Method]) -> str:
         lines += [f"| `{key}` | {shown(field.default)} | {field.description} |" for key, field in own.items()]
         lines += [""]
     text = (
-        f"Those of local training (`lr`, `epochs`, ...) are listed by `redgrape methods {name}`. Robust rules, floors and "
-        "noise are settings of the exchange ([robust.md](../robust.md), [privacy.md](../privacy.md))."
+        f"Those of local training (`lr`, `epochs`, ...) are listed by `redgrape methods {name}`. Robust rules, floors "
+        "and noise are settings of the exchange ([robust.md](../robust.md), [privacy.md](../privacy.md))."
     )
     lines += [wrapped(text)]
     for preset, values in method.presets.items():

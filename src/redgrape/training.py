@@ -17,13 +17,20 @@ from torch import Tensor, nn
 
 from redgrape import determinism, engines, tree
 from redgrape.data.examples import Examples
-from redgrape.data.federation import Declared, Federation
+from redgrape.data.federation import Declared, FederatedData
 from redgrape.determinism import same_bits_everywhere
 from redgrape.engines import Answer, ClientHalf, Engine, Lost, SumOfAnswers
 from redgrape.engines.waiting_answers import Shelf
 from redgrape.errors import ConfigError, DataError, Diverged, TooFewClients
 from redgrape.exchange import Exchange, Parts, Received, plausible
-from redgrape.exchange.checks import MOST_EXAMPLES, NotFinite, UpdateRejected, check_survey, first_not_finite
+from redgrape.exchange.checks import (
+    MOST_EXAMPLES,
+    Inspection,
+    NotFinite,
+    UpdateRejected,
+    check_survey,
+    first_not_finite,
+)
 from redgrape.exchange.plausible import Measures
 from redgrape.learning.features import batchnorms
 from redgrape.method import ClientId, ClientSite, Method, ServerSite, Site
@@ -92,7 +99,7 @@ def rounds(
     `declared`: what a client said of itself when it joined (None: not known), to which its updates are held.
     `min_answers`: with fewer answers that count, a round is not made and the run stops.
     """
-    state = start if start is not None else _first_state(method, engine, site, eligible, model, states, declared)
+    state = start if start is not None else first_state(method, engine, site, eligible, model, states, declared)
     with closing(Shelf(spill)) as shelf:
         for t in range(state.round + 1, site.rounds + 1):
             shelf.clear()
@@ -146,6 +153,7 @@ class _Answers:
     ) -> None:
         self._method, self._exchange, self._model = method, exchange, model
         self._parts = method.parts(model, site)
+        self._inspection = Inspection(self._parts, model, site.num_classes)
         self._asked, self._site, self._shelf, self._declared = frozenset(asked), site, shelf, declared
         self._updates: dict[ClientId, Tree] = {}
         self._measures: dict[ClientId, Measures] = {}
@@ -180,9 +188,9 @@ class _Answers:
 
     def _checked(self, client: ClientId, update: Tree) -> Measures:
         known = None if self._declared is None else self._declared(client)
-        self._exchange.check(update, self._parts, known, self._model, self._site.num_classes)
+        lengths = self._inspection.lengths(update, known)
         steps = self._method.steps(int(update["count"])) if "count" in update else None
-        return plausible.measured(update, self._parts, steps)
+        return plausible.measured(update, self._parts, lengths, steps)
 
     def _refuse(self, client: ClientId, reason: UpdateRejected) -> None:
         self._updates.pop(client, None)
@@ -243,7 +251,7 @@ class _Answers:
         )
 
 
-def _first_state(
+def first_state(
     method: Method,
     engine: Engine,
     site: ServerSite,
@@ -252,6 +260,7 @@ def _first_state(
     states: ClientStates | None = None,
     declared: Callable[[ClientId], Declared] | None = None,
 ) -> RunState:
+    """The state before the first round, for which the clients are surveyed."""
     if model is None:
         model = site.build().state_dict()
     model = {name: t.detach().cpu().clone().contiguous() for name, t in model.items()}
@@ -334,7 +343,7 @@ class Training:
     def __init__(
         self,
         method: Method,
-        federation: Federation,
+        federation: FederatedData,
         build: Callable[[], Net],
         *,
         rounds: int,
@@ -510,7 +519,7 @@ class Result:
 
 def train(
     method: Method,
-    federation: Federation,
+    federation: FederatedData,
     build: Callable[[], Net],
     *,
     rounds: int,
@@ -553,7 +562,7 @@ def train(
         return Result(step.state.server, training.net(step.state.server["model"]), history)
 
 
-def check_net(net: object, federation: Federation) -> None:
+def check_net(net: object, federation: FederatedData) -> None:
     """Raise ConfigError where `build` does not give an encoder with a linear classifier that fits the data."""
     if not isinstance(net, Net) or not isinstance(net.classifier, nn.Linear):
         raise ConfigError(

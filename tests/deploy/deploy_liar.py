@@ -28,8 +28,7 @@ def _changed(flat: dict[str, torch.Tensor], lie: str) -> dict[str, torch.Tensor]
             turned = ("prototypes/weight", "prototypes/bias")
             return {name: -t if name in turned else t for name, t in flat.items()}
         case "turned weights":
-            turned = ("prototypes/weight", "prototypes/left")
-            return {name: -t if name in turned else t for name, t in flat.items()}
+            return {**flat, "prototypes/weight": -flat["prototypes/weight"]}
         case "count":
             return {**flat, "count": flat["count"] * 1000}
     raise AssertionError(lie)

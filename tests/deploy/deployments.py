@@ -20,7 +20,7 @@ import tomli_w
 
 from redgrape import Examples, Federation
 from redgrape.deploy.setup.create import app_hash
-from redgrape.engines import Answer, Lost
+from redgrape.engines import Answer
 from redgrape.engines.in_process import InProcess
 from redgrape.runs.experiment import Experiment, put
 from redgrape.runs.folder import RunFolder
@@ -263,6 +263,7 @@ def locally(experiment: Experiment, federated: Federated, **more: Any) -> Any:
         rounds=experiment.rounds,
         clients_per_round=experiment.clients_per_round,
         seed=experiment.seed,
+        exchange=experiment.exchange,
         **more,
     ) as training:
         model = {name: t.clone() for name, t in experiment.first_model(federation).items()}
@@ -276,8 +277,8 @@ class _Catching(InProcess):
 
     updates: dict[int, Any]
 
-    def run_clients(self, broadcast: Any, tasks: Any, round: int) -> Iterator[tuple[int, Answer | Lost]]:
-        answers = dict(super().run_clients(broadcast, tasks, round))
+    def run_clients(self, broadcast: Any, clients: Any, states: Any, round: int) -> Iterator[tuple[Any, Any]]:
+        answers = dict(super().run_clients(broadcast, clients, states, round))
         if round == 1:
             self.updates = {k: answer.update for k, answer in answers.items() if isinstance(answer, Answer)}
         yield from answers.items()

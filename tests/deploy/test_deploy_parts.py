@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterable
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,14 +32,14 @@ from flwr.cli.build import build_fab_from_disk
 from flwr.supercore.fab import Fab
 from flwr.supercore.inflatable.inflatable_object import get_object_tree
 from flwr.supercore.object_store import ObjectStoreFactory
-from flwr.supercore.run import Run
+from flwr.supercore.run import Run as FlowerRun
 from flwr.supercore.task_identity import TaskIdentity
 from flwr.supernode.nodestate import NodeStateFactory
 
-from redgrape import methods, tree
+from redgrape import tree
 from redgrape.cli import main as cli
 from redgrape.deploy.processes import resident, server_role, site_role, submission, supervision
-from redgrape.deploy.processes.deployed_run import DeployedRun
+from redgrape.deploy.processes.deployed_run import at_sites
 from redgrape.deploy.processes.launch import NOT_RUN, pin
 from redgrape.deploy.processes.server_app import Journal
 from redgrape.deploy.processes.submission import Submission, is_active
@@ -50,15 +51,11 @@ from redgrape.deploy.setup import certificates, doctor, site_data
 from redgrape.deploy.setup.create import app_hash, create, deployed, renew
 from redgrape.deploy.setup.folder import DataAgreement, Deployment, DeployOptions, SiteFolder
 from redgrape.errors import ConfigError, DataError, RedgrapeError, StorageError, TooFewClients
-from redgrape.method import ClientSite
-from redgrape.methods.creff import Creff
-from redgrape.methods.fedavg import FedAvg
-from redgrape.methods.redgrape import RedGrape
 from redgrape.privacy.disclosure import disclosed, in_words
 from redgrape.reading.run_tables import RunView
 from redgrape.runs.experiment import Experiment, read_toml
 from redgrape.runs.folder import RunFolder
-from redgrape.tree import Tree
+from redgrape.runs.run import Run
 
 RUN = "0123456789abcdef"
 
@@ -104,6 +101,10 @@ def test_init_writes_what_each_party_needs(deployment: Deployment) -> None:
     assert certificates.days_left(deployment.server / "server.crt") > 800
     assert "ash, beech, cedar, date" in (site / "README.md").read_text()
     assert SiteFolder(site).options.app == app_hash(deployment.path / "app")
+    for part in ("server", "client"):
+        names: dict[str, Any] = {}
+        exec((deployment.path / f"app/redgrape_app/{part}.py").read_text(), names)  # what Flower loads
+        assert names["app"] is not None
     before = (deployment.server / "server.crt").read_bytes()
     renew(deployment)
     assert (deployment.server / "server.crt").read_bytes() != before
@@ -246,7 +247,8 @@ def test_a_failure_at_a_site_tells_the_server_no_path(
     site, run = sites[0], deployment.site("north") / "states" / RUN
     run.mkdir(parents=True)
     (run / "round-000005").write_bytes(b"damaged" * 9)
-    header, _ = site.answer(_question(state=5), {})
+    model = {"broadcast": tree.to_bytes({})}
+    header, _ = site.answer(_question(state=5), model)
     assert header["error"] == "StorageError at this site, whose log tells more"
     assert str(run) in capsys.readouterr().err
 
@@ -254,7 +256,7 @@ def test_a_failure_at_a_site_tells_the_server_no_path(
         raise OSError(28, "No space left on device", str(run))
 
     monkeypatch.setattr(site, "_train", full)
-    header, _ = site.answer(_question(), {})
+    header, _ = site.answer(_question(), model)
     assert header["error"] == "OSError at this site, whose log tells more"
     assert f"No space left on device: '{run}'" in capsys.readouterr().err
 
@@ -285,21 +287,30 @@ def _question(kind: str = "train", **changes: Any) -> dict[str, Any]:
     return header | {"experiment": deployed(experiment, options()).to_toml()} | changes
 
 
+LINEAR = "[net]\nname = 'linear'\n"
+REDGRAPE = f"{LINEAR}[method]\nname = 'redgrape'\n"
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
         ({"kind": "dance"}, "not known here"),
         ({"protocol": 0}, "protocol 0"),
         ({"experiment": "[method]\nname = '/tmp/evil.py'"}, "not one of redgrape's own"),
-        ({"experiment": "[method]\nname = 'redgrape'\nmin_count = 3"}, "fewer than 8 examples"),
-        ({"experiment": "[method]\nname = 'redgrape'\nmin_count = 8"}, "fewer than 3 sites report"),
-        ({"kind": "survey", "experiment": "[method]\nname = 'balanced_softmax'"}, "choose prior=local or estimated"),
-        ({"kind": "survey", "experiment": "[method]\nname = 'logit_adjustment'"}, "fewer than 8 examples"),
+        ({"experiment": f"{REDGRAPE}[exchange]\nmin_count = 3"}, "fewer than 8 examples"),
+        ({"experiment": f"{REDGRAPE}[exchange]\nmin_count = 8"}, "fewer than 3 sites report"),
+        ({"experiment": f"{REDGRAPE}min_count = 8"}, "method.min_count has moved: write exchange.min_count"),
+        ({"kind": "survey", "experiment": f"{LINEAR}[method]\nname = 'balanced_softmax'"}, "for its class_counts"),
+        ({"kind": "survey", "experiment": f"{LINEAR}[method]\nname = 'logit_adjustment'"}, "fewer than 8 examples"),
         ({"experiment": "=" * 9}, "not valid TOML"),
         ({"state": 5}, "no state of round 5"),
         ({"run": "../../x", "state": 5}, "StorageError at this site"),
         ({"deadline": 1e-3}, "not finished within"),
-        ({}, "KeyError at this site, whose log tells more"),  # no model came with it
+        ({"deadline": 0}, "'deadline' must be seconds above 0, and is 0"),
+        ({"deadline": 10**400}, "'deadline' must be seconds above 0"),
+        ({"round": "1"}, "'round' must be a whole number, and is 1"),
+        ({"reach": None}, "'reach' must be a whole number, and is None"),
+        ({}, "'broadcast' did not come with the question"),
     ],
 )
 def test_a_site_answers_an_error_in_one_line(
@@ -307,22 +318,24 @@ def test_a_site_answers_an_error_in_one_line(
 ) -> None:
     create(tmp_path / "d", options(test="somewhere"))
     site = Site(SiteFolder(tmp_path / "d/sites/north"), federated.data("north"))
-    header, parts = site.answer(_question(**changes), {})
+    model = {"broadcast": tree.to_bytes({})} if changes else {}
+    header, parts = site.answer(_question(**changes), model)
     assert said in header["error"] and "\n" not in header["error"]
     assert parts == {}
 
 
+PRIVATE = {"preset": "private"}
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "class counts": ({"name": "balanced_softmax"}, "prior=global asks every client how many examples of each class"),
-    "the floor of examples": ({"name": "redgrape", "preset": "private", "min_count": 7}, "method.min_count is 7"),
-    "the floor of sites": ({"name": "redgrape", "preset": "private", "min_clients": 2}, "method.min_clients is 2"),
+    "class counts": ({"method": {"name": "balanced_softmax"}}, "the method asks every client for its class_counts"),
+    "the floor of examples": ({"exchange": {**PRIVATE, "min_count": 7}}, "exchange.min_count is 7"),
+    "the floor of sites": ({"exchange": {**PRIVATE, "min_clients": 2}}, "exchange.min_clients is 2"),
     "exact prototypes": (
-        {"name": "redgrape", "preset": "private"},
-        "class gradients of up to 9 examples can be solved for every one of them, and this method sends them from 8 on",
+        {"exchange": PRIVATE},
+        "class gradients of up to 9 examples can be solved for every one of them, and this experiment sends them from",
     ),
     "more sites than there are": (
-        {"name": "redgrape", "preset": "private", "min_clients": 4},
-        "method.min_clients is 4, and of a round's 3 clients 3 count",
+        {"exchange": {**PRIVATE, "min_count": 10, "min_clients": 4}},
+        "exchange.min_clients is 4, and of a round's 3 clients 3 count",
     ),
 }
 TEN = {"classes": tuple("abcdefghij"), "shape": (6,), "input": "float"}
@@ -334,8 +347,9 @@ def test_what_sites_would_refuse_is_refused_before_anything_starts(
 ) -> None:
     """By `deploy run` and the doctor by deploy.toml, as by a site by its site.toml."""
     create(tmp_path / "d", options(data=TEN))
-    method, said = REFUSED[case]
-    (tmp_path / "d/experiment.toml").write_text(tomli_w.dumps({"method": method}))
+    changes, said = REFUSED[case]
+    values = {"net": {"name": "linear"}, **changes}
+    (tmp_path / "d/experiment.toml").write_text(tomli_w.dumps(values))
     assert cli.run(["deploy", "run", str(tmp_path / "d")]) == 2
     captured = capsys.readouterr()
     assert said in captured.err and captured.err.count("\n") == 1
@@ -343,20 +357,27 @@ def test_what_sites_would_refuse_is_refused_before_anything_starts(
     assert cli.run(["doctor", str(tmp_path / "d")]) == 2
     assert " ".join(said.split()[:2]) in capsys.readouterr().out
     if case != "more sites than there are":
-        parsed = Experiment.parse({"method": method}).method.create()
-        assert said in str(why_refused(parsed, SiteFolder(tmp_path / "d/sites/north").options))
+        site = SiteFolder(tmp_path / "d/sites/north").options
+        assert said in str(why_refused(Experiment.parse(values), site))
+
+
+def _refused(options: DeployOptions, method: str = "redgrape", **changes: Any) -> str | None:
+    """Why these options refuse an experiment with the private floors."""
+    floors = {"preset": "private", **changes.pop("exchange", {})}
+    values = {"net": {"name": "linear"}, "exchange": floors, "method": {"name": method, **changes}}
+    return why_refused(Experiment.parse(values), options)
 
 
 def test_exact_prototypes_are_for_sites_whose_floor_is_above_the_classes_and_for_secure_sums() -> None:
     """With ten classes a gradient of up to nine examples can be solved for."""
     ten = options(data=TEN)
-    assert "min_count to 10" in str(why_refused(RedGrape.preset("private"), ten))
-    assert why_refused(RedGrape.preset("private", min_count=10), ten) is None
-    assert "min_count to 10" in str(why_refused(Creff.preset("private"), ten))
-    assert why_refused(Creff.preset("private"), options()) is None  # of four classes three
-    assert why_refused(RedGrape(use_prototypes=False, min_count=8), ten) is None
-    assert why_refused(RedGrape.preset("private"), options(data=TEN, secure_aggregation=True)) is None
-    assert why_refused(RedGrape(), options(data=TEN, min_count=1, min_clients=1)) is None
+    for method in ("redgrape", "creff"):
+        assert "min_count to 10" in str(_refused(ten, method))
+        assert _refused(ten, method, exchange={"min_count": 10}) is None
+        assert _refused(options(), method) is None  # of four classes three
+    assert _refused(ten, use_prototypes=False) is None
+    assert _refused(options(data=TEN, secure_aggregation=True)) is None
+    assert _refused(options(data=TEN, min_count=1, min_clients=1), exchange={"preset": "plain"}) is None
 
 
 def test_folders_of_before_the_floor_of_sites_have_the_default(tmp_path: Path, federated: Federated) -> None:
@@ -373,28 +394,19 @@ def test_more_sites_than_there_are_are_refused_before_anything_starts(
     tmp_path: Path, more: dict[str, int], capsys: pytest.CaptureFixture[str]
 ) -> None:
     create(tmp_path / "d", options())
-    (tmp_path / "d/experiment.toml").write_text(tomli_w.dumps({**more, "method": {"name": "fedavg"}}))
+    values = {**more, "net": {"name": "linear"}, "method": {"name": "fedavg"}}
+    (tmp_path / "d/experiment.toml").write_text(tomli_w.dumps(values))
     assert cli.run(["deploy", "run", str(tmp_path / "d")]) == 2
     assert "there are 3 sites, of which" in capsys.readouterr().err
 
 
-def test_a_survey_of_class_counts_is_for_open_sites_and_secure_sums() -> None:
-    for name in ("balanced_softmax", "logit_adjustment"):
-        method = methods.load(name)
-        assert why_refused(method(prior="global"), options()) is not None
-        assert why_refused(method(prior="global"), options(min_count=1)) is None
-        assert why_refused(method(prior="global"), options(secure_aggregation=True)) is None
-        assert why_refused(method(prior="local"), options()) is None
-        assert why_refused(method(prior="estimated"), options()) is None
-
-
-def test_a_survey_of_which_nothing_is_said_counts_as_one_of_class_counts() -> None:
-    class Asks(FedAvg):
-        def survey(self, site: ClientSite) -> Tree:
-            return {"something": torch.ones(1)}
-
-    assert "its survey asks" in str(why_refused(Asks(), options()))
-    assert why_refused(FedAvg(), options()) is None
+@pytest.mark.parametrize("name", ["balanced_softmax", "logit_adjustment"])
+def test_a_survey_of_class_counts_is_for_open_sites_and_secure_sums(name: str) -> None:
+    assert "the method asks every client for its class_counts" in str(_refused(options(), name, prior="global"))
+    assert _refused(options(min_count=1), name, prior="global") is None
+    assert _refused(options(secure_aggregation=True), name, prior="global") is None
+    assert _refused(options(), name, prior="local") is None
+    assert _refused(options(), name, prior="estimated") is None
 
 
 def test_the_doctor_says_what_is_wrong(
@@ -464,8 +476,8 @@ def _run(deployment: Deployment, grid: FakeGrid, name: str, **changes: Any) -> t
     experiment = deployed(Experiment.parse(values), deployment.options)
     path, said = deployment.path / "runs" / name, []
     folder = RunFolder.open(path) if path.exists() else RunFolder.create(path, experiment)
-    run = DeployedRun(folder, deployment, grid, said.append, authenticated=True)  # type: ignore[arg-type]
-    for _ in run.steps():
+    venue = at_sites(folder, deployment, grid, said.append, authenticated=True)  # type: ignore[arg-type]
+    for _ in Run(folder, workers=1, venue=venue).steps():
         pass
     return folder, said
 
@@ -546,17 +558,16 @@ def test_the_card_says_what_is_known_of_test_set_and_tail(
 def test_a_site_that_is_below_the_floor_in_every_class_evaluates_none(tmp_path: Path, federated: Federated) -> None:
     create(tmp_path / "d", options(min_count=100))
     site = Site(SiteFolder(tmp_path / "d/sites/north"), federated.data("north"))
-    header, parts = site.answer(_question("evaluate"), {})
+    header, parts = site.answer(_question("evaluate"), {"model": tree.to_bytes({})})
     assert "tests no class of which it trains with 100 examples" in header["error"] and parts == {}
 
 
 class Surveyed(Site):
     """Answers the survey with something else."""
 
-    def _survey(self, header: Any, parts: Any) -> Any:
-        more, trees = super()._survey(header, parts)
-        counts = trees["survey"]["class_counts"]
-        return more, {"survey": {"class_counts": torch.full_like(counts, -(10**9))}}
+    def _survey(self, question: Any) -> Any:
+        answer, survey = super()._survey(question)
+        return answer, {"class_counts": torch.full_like(survey["class_counts"], -(10**9))}
 
 
 def test_a_survey_that_cannot_be_stops_the_run_by_the_site_s_name(
@@ -580,9 +591,8 @@ class Joining(Site):
 
     says: dict[str, Any]
 
-    def _join(self, header: Any, parts: Any) -> Any:
-        facts, trees = super()._join(header, parts)
-        return facts | self.says, trees
+    def _join(self) -> Any:
+        return replace(super()._join(), **self.says)
 
 
 def _joining(deployment: Deployment, federated: Federated, **says: Any) -> Joining:
@@ -602,7 +612,10 @@ def _impatient(deployment: Deployment) -> Deployment:
     [
         ({"examples": 10**9 + 1}, "says that it has 1000000001 examples, which cannot be"),
         ({"examples": 0}, "says that it has 0 examples, which cannot be"),
-        ({"examples": True}, "says that it has True examples, which cannot be"),
+        ({"examples": None}, "says that it has None examples, which cannot be"),
+        ({"examples": True}, "gave an answer that cannot be read: 'examples' must be a whole number, and is True"),
+        ({"agreement": [1]}, "gave an answer that cannot be read: 'agreement' must be a table, and is [1]"),
+        ({"evaluates": 0}, "gave an answer that cannot be read: 'evaluates' must be true or false, and is 0"),
         ({"tests": -1}, "says that it has -1 tests, which cannot be"),
         ({"redgrape": "0.0.7"}, "has redgrape 0.0.7, and the server "),
     ],
@@ -650,9 +663,9 @@ def test_a_site_s_first_declaration_counts_for_the_run(
 class Evaluating(Site):
     """Has counted each of its test examples a hundred times."""
 
-    def _evaluate(self, header: Any, parts: Any) -> Any:
-        more, trees = super()._evaluate(header, parts)
-        return more, {"scores": {**trees["scores"], "confusion": 100 * trees["scores"]["confusion"]}}
+    def _evaluate(self, question: Any, model: Any) -> Any:
+        answer, scores = super()._evaluate(question, model)
+        return answer, {**scores, "confusion": 100 * scores["confusion"]}
 
 
 def test_an_evaluation_has_as_many_examples_as_its_site_has_declared(tmp_path: Path, federated: Federated) -> None:
@@ -696,7 +709,8 @@ def test_a_node_for_which_flower_has_an_error_is_asked_again(
     folder, said = _run(deployment, grid, "a")
     assert [kind for _, kind in grid.kinds[:6]] == ["join"] * 6
     assert not any("refused" in words for words in said)
-    assert sum("is asked again: Message Unavailable" in words for words in said) == 3
+    for name in SITES:
+        assert f"site '{name}' failed: Message Unavailable (code 0), and is asked again who it is" in said
     state, _ = folder.latest()
     assert state is not None
     assert tree.equal(state.server, locally(folder.experiment(), federated))
@@ -745,7 +759,7 @@ class Sent:
         said = {"fab_id": "redgrape/redgrape-app", "fab_version": "1.0.0", "fab_hash": name} | changes
         message = Message(RecordDict(), dst_node_id=1, message_type="train")
         message.metadata.__dict__ |= {"_run_id": 5, "_message_id": message.object_id, "_src_node_id": 1}
-        run = Run.create_empty(5)
+        run = FlowerRun.create_empty(5)
         for key, value in said.items():
             setattr(run, key, value)
         self.stored = NodeStateFactory(objectstore_factory=ObjectStoreFactory())
@@ -905,8 +919,8 @@ class Hanging(FakeGrid):
 def test_a_superlink_that_hangs_stops_the_run(
     deployment: Deployment, sites: list[Site], monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
-    monkeypatch.setattr("redgrape.deploy.protocol.engine.LINK", 0.2)
-    monkeypatch.setattr("redgrape.deploy.protocol.engine.JOIN", 0.2)
+    monkeypatch.setattr("redgrape.deploy.protocol.transport.LINK", 0.2)
+    monkeypatch.setattr("redgrape.deploy.protocol.members.JOIN", 0.2)
     grid = Hanging(deployment, sites, call)
     with pytest.raises(RedgrapeError, match="the SuperLink has not answered for 0"):
         _run(deployment, grid, "a")

@@ -15,45 +15,48 @@ import torch
 
 pytest.importorskip("flwr")
 
-from deployments import SITES, Federated, Local, first_updates, still_there, wait_for
+from deployments import CLASSES, SITES, Federated, Local, first_updates, still_there, wait_for
 from test_deploy_slow import _locally_without
 
 from redgrape import tree
 from redgrape.deploy.protocol import secure_sum
+from redgrape.deploy.protocol.admission import crossing
+from redgrape.deploy.setup.folder import Deployment
 from redgrape.exchange import fixed_point
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 SMALL = ["-c", "net.name='mlp'", "-c", "method.lr=0.1", "-c", "method.batch_size=8", "-c", "seed=5"]
 LOWEST = ["--min-count", "1", "--min-clients", "1"]
-OPEN = {"redgrape": ["-c", "method.preset='paper'", "-c", "method.min_count=1"]}
 
 # The server's part of the Flower app, which also writes down every answer that it receives from a site.
 RECORDER = """
 import json
 from pathlib import Path
 
-from redgrape.deploy import engine, server_app, wire
+from redgrape.deploy.processes import server_app
+from redgrape.deploy.protocol import wire
+from redgrape.deploy.protocol.transport import Transport
 
 FOLDER = Path({folder!r})
-exchange = engine.FlowerEngine._exchange
+exchange = Transport._exchange
 
 
-def recorded(self, *words):
-    for node, message in exchange(self, *words):
+def recorded(self, letters):
+    for node, message in exchange(self, letters):
         if message is not None and not message.has_error():
             header, parts = wire.unpack(message.content)
             place = FOLDER / f"{{len(list(FOLDER.iterdir())):06d}}"
             place.mkdir()
             for i, (name, data) in enumerate(parts.items()):
                 (place / str(i)).write_bytes(data)
-            asked = wire.unpack(words[1][node])[0]
+            asked = letters[node][0].to_header()
             asked = {{key: asked.get(key) for key in ("kind", "of", "stage", "round")}}
             (place / "json").write_text(json.dumps([asked, header, list(parts)]))
         yield node, message
 
 
-engine.FlowerEngine._exchange = recorded
+Transport._exchange = recorded
 app = server_app.app
 """
 
@@ -111,7 +114,7 @@ def test_a_round_is_the_local_one_s_to_the_stated_bound(
     """One round: three roundings to 2^-29 in the sum of n_k delta_k, divided by the sum of n_k (by three where clients
     count alike), and float32. Then three rounds, over which training lets differences grow."""
     once, thrice = f"{method}-1", f"{method}-3"
-    options = [*SMALL, "--method", method, *OPEN.get(method, [])]
+    options = [*SMALL, "--method", method]
     deployment.run(once, *options, "--rounds", 1)
     examples = 3 if method == "scaffold" else sum(len(y) for _, y in deployment.federated.clients)
     bound = fixed_point.error_of_sum(3) / examples
@@ -138,15 +141,16 @@ def test_a_round_is_the_local_one_s_to_the_stated_bound(
 
 def test_what_the_server_receives_of_a_site_is_masked(deployment: Watched, tally: Callable[..., None]) -> None:
     deployment.forget()
-    deployment.run("watched", *SMALL, *OPEN["redgrape"], "--rounds", 2)
+    deployment.run("watched", *SMALL, "--rounds", 2)
     letters = deployment.received()
     assert {letter.asked["kind"] for letter in letters} == {"join", "sum"}
     assert {letter.asked["of"] for letter in letters if letter.asked["kind"] == "sum"} == {"train"}
-    method = deployment.folder("watched").experiment().method.create()
-    updates = first_updates(deployment.folder("watched").experiment(), deployment.federated)
+    experiment = deployment.folder("watched").experiment()
+    parts, _ = crossing(experiment, Deployment(deployment.path).options)
+    updates = first_updates(experiment, deployment.federated)
     hidden = 0
     for k, update in updates.items():
-        layout, true = fixed_point.encode(method.summand(update), len(SITES))
+        layout, true = fixed_point.encode(experiment.exchange.summand(update, parts, len(CLASSES)), len(SITES))
         [letter] = [x for x in deployment.received(stage="masked", round=1) if x.header["site"] == k]
         assert [tuple(entry) for entry in letter.header["layout"]] == layout, "the same for every site"
         halves = [np.load(io.BytesIO(letter.parts[name])) & (2**31 - 1) for name in ("high", "low")]
@@ -164,7 +168,7 @@ def test_what_the_server_receives_of_a_site_is_masked(deployment: Watched, tally
     for letter in letters:
         known = {"site", "round", "protocol", "layout", "has_state"}
         if letter.asked["kind"] == "join":
-            assert letter.header["examples"] is None and letter.parts == {}
+            assert letter.header.keys().isdisjoint({"examples", "tests"}) and letter.parts == {}
         else:
             assert letter.header.keys() <= known
     tally("what the server receives of a site is masked", len(SITES), hidden)
@@ -194,7 +198,7 @@ def test_a_site_killed_in_a_round_is_left_out_and_the_next_waits_for_it(
     with Watched(tmp_path, federated, "--test", federated.folder / "test.npz", *LOWEST) as deployment:
         deployment.set(deadlines__round=300)
         deployment.start()
-        options = [*SMALL, *OPEN["redgrape"], "-c", "method.lr=0.001", "-c", "method.epochs=400"]
+        options = [*SMALL, "-c", "method.lr=0.001", "-c", "method.epochs=400"]
         run = deployment.begin_run("killed", *options, "--rounds", 4)
         wait_for(lambda: len(deployment.received(stage="shares", round=2)) == 3, "the shares of round 2", 600)
         deployment.sites["west"].kill_all()  # while it trains

@@ -8,6 +8,7 @@ import itertools
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +26,9 @@ from test_deploy_parts import RUN, FakeGrid, _question, _run, options
 from redgrape import tree
 from redgrape.cli import main as cli
 from redgrape.deploy.protocol import secure_sum, wire
+from redgrape.deploy.protocol.messages import Reply, Stage, SumAnswer, SumQuestion
 from redgrape.deploy.protocol.secure_sum import STAGES, Member, SumFailed, Summed, threshold
 from redgrape.deploy.protocol.site import Site
-from redgrape.deploy.protocol.wire import Reply
 from redgrape.deploy.setup.create import create, deployed
 from redgrape.deploy.setup.folder import Deployment, SiteFolder
 from redgrape.engines import Lost
@@ -58,21 +59,21 @@ class Party:
         self.members = [Member(k) for k in range(sites)]
         self.drops, self.changed = drops or {}, changed
         self.asked: list[str] = []
-        self.seen: list[tuple[int, str, Reply]] = []
+        self.seen: list[tuple[int, str, Reply[SumAnswer]]] = []
 
-    def ask(self, stage: str, letters: secure_sum.Letters) -> Iterator[tuple[int, Reply | Lost]]:
-        self.asked.append(stage)
-        for k, (header, parts) in letters.items():
-            if k in self.drops and STAGES.index(stage) >= STAGES.index(self.drops[k]):
+    def ask(self, stage: Stage, letters: secure_sum.Letters) -> Iterator[tuple[int, Reply[SumAnswer] | Lost]]:
+        self.asked.append(stage.name)
+        for k, parts in letters.items():
+            if k in self.drops and STAGES.index(stage.name) >= STAGES.index(self.drops[k]):
                 yield k, Lost(f"site {k} is gone")
                 continue
-            more, numbers = {}, None
-            if stage == "masked":
+            layout, numbers = None, None
+            if stage.name == "masked":
                 layout, numbers = fixed_point.encode(self.values[k], len(self.values))
-                more = {"layout": layout}
-            reply = self.changed(k, stage, Reply(more, self.members[k].answer(stage, header, parts, numbers)))
+            sent = self.members[k].answer(stage, parts, numbers)
+            reply = self.changed(k, stage.name, Reply(SumAnswer(site=k, layout=layout), sent))
             if isinstance(reply, Reply):
-                self.seen.append((k, stage, reply))
+                self.seen.append((k, stage.name, reply))
             yield k, reply
 
     def sum(self, fewest: int = 1) -> Summed:
@@ -182,19 +183,24 @@ def _lie(stage: str, change: Callable[[Reply], Reply]) -> Callable[[int, str, Re
 
 
 def _parts(**changes: bytes) -> Callable[[Reply], Reply]:
-    return lambda reply: Reply(reply.header, {**reply.parts, **changes})
+    return lambda reply: Reply(reply.answer, {**reply.parts, **changes})
+
+
+def _layout(layout: list[Any] | None) -> Callable[[Reply], Reply]:
+    return lambda reply: Reply(replace(reply.answer, layout=layout), reply.parts)
 
 
 MALFORMED: dict[str, tuple[str, Callable[[Reply], Reply]]] = {
-    "no key": ("keys", lambda reply: Reply({}, {})),
+    "no key": ("keys", lambda reply: Reply(reply.answer, {})),
     "a key that is none": ("keys", _parts(key=b"no key")),
-    "no shares": ("shares", lambda reply: Reply({}, {})),
+    "no shares": ("shares", lambda reply: Reply(reply.answer, {})),
     "a share too many": ("shares", _parts(**{"share/9": b"x"})),
-    "no layout": ("masked", lambda reply: Reply({}, reply.parts)),
-    "another length": ("masked", lambda reply: Reply({"layout": [["x", "real", [41]]]}, reply.parts)),
-    "other names": ("masked", lambda reply: Reply({"layout": [["y", "real", [40]], ["n", "whole", [3]]]}, reply.parts)),
+    "no layout": ("masked", _layout(None)),
+    "a layout that is none": ("masked", _layout([1, "x"])),
+    "another length": ("masked", _layout([["x", "real", [41]]])),
+    "other names": ("masked", _layout([["y", "real", [40]], ["n", "whole", [3]]])),
     "no array": ("masked", _parts(high=b"no array")),
-    "shares of others": ("revealed", lambda reply: Reply({}, {"share/7": b"x"})),
+    "shares of others": ("revealed", lambda reply: Reply(reply.answer, {"share/7": b"x"})),
 }
 
 
@@ -210,7 +216,8 @@ def test_a_site_whose_answer_cannot_be_read_is_left_out(what: str) -> None:
 
 def test_false_shares_give_no_sum() -> None:
     def turned(reply: Reply) -> Reply:
-        return Reply({}, {name: share[:4] + bytes(b ^ 1 for b in share[4:]) for name, share in reply.parts.items()})
+        shares = {name: share[:4] + bytes(b ^ 1 for b in share[4:]) for name, share in reply.parts.items()}
+        return Reply(reply.answer, shares)
 
     party = Party(3, changed=_lie("revealed", turned))
     try:
@@ -228,13 +235,13 @@ def _upto(stage: str, sites: int = 3) -> tuple[list[Member], dict[str, bytes], d
     shares: dict[int, dict[str, bytes]] = {}
     if stage != "keys":
         for k, member in enumerate(members):
-            public |= {f"{name}/{k}": key for name, key in member.answer("keys", {}, {}).items()}
+            public |= {f"{name}/{k}": key for name, key in member.answer(Stage("keys"), {}).items()}
     if stage in ("masked", "revealed"):
-        shares = {k: member.answer("shares", {}, public) for k, member in enumerate(members)}
+        shares = {k: member.answer(Stage("shares"), public) for k, member in enumerate(members)}
     if stage == "revealed":
         for k, member in enumerate(members):
             boxes = {f"share/{j}": shares[j][f"share/{k}"] for j in shares if j != k}
-            member.answer("masked", {}, boxes, np.zeros(4, np.int64))
+            member.answer(Stage("masked"), boxes, np.zeros(4, np.int64))
     return members, public, shares
 
 
@@ -254,9 +261,9 @@ def test_a_site_unmasks_each_other_in_one_way_or_not_at_all(arrived: list[int], 
     """Never with both secrets of a site, nor for a minority, nor where it is itself called lost."""
     members, _, _ = _upto("revealed")
     with pytest.raises(ConfigError, match="asks to unmask others"):
-        members[0].answer("revealed", {"arrived": arrived, "lost": lost}, {})
+        members[0].answer(Stage("revealed", arrived, lost), {})
     with pytest.raises(ConfigError, match="out of turn"):
-        members[0].answer("revealed", {"arrived": [0, 1, 2], "lost": []}, {})
+        members[0].answer(Stage("revealed", [0, 1, 2], []), {})
 
 
 def test_a_site_answers_each_stage_once_and_in_order() -> None:
@@ -265,20 +272,20 @@ def test_a_site_answers_each_stage_once_and_in_order() -> None:
         for other in STAGES:
             if other != stage:
                 with pytest.raises(ConfigError, match="out of turn"):
-                    member.answer(other, {"arrived": [0, 1, 2], "lost": []}, public, np.zeros(4, np.int64))
+                    member.answer(Stage(other, [0, 1, 2], []), public, np.zeros(4, np.int64))
 
 
 def test_a_site_takes_part_with_two_others_at_least() -> None:
     members, public, _ = _upto("shares")
     with pytest.raises(ConfigError, match="keys of 3 to 512 sites; the server sent 2"):
-        members[0].answer("shares", {}, {name: key for name, key in public.items() if not name.endswith("2")})
+        members[0].answer(Stage("shares"), {name: key for name, key in public.items() if not name.endswith("2")})
 
 
 def test_a_site_takes_no_share_that_was_meant_for_another() -> None:
     members, _, shares = _upto("masked")
     boxes = {"share/1": shares[1]["share/2"], "share/2": shares[2]["share/0"]}
     with pytest.raises(InvalidToken):
-        members[0].answer("masked", {}, boxes, np.zeros(4, np.int64))
+        members[0].answer(Stage("masked"), boxes, np.zeros(4, np.int64))
 
 
 @pytest.fixture
@@ -302,7 +309,8 @@ METHODS: dict[str, dict[str, Any]] = {
     "fedavg": {},
     "scaffold": {},
     "redgrape": {},
-    "redgrape with floors": {"min_count": 3, "min_clients": 2},
+    "redgrape with floors": {"exchange": {"min_count": 3, "min_clients": 2}},
+    "redgrape with clipping": {"exchange": {"clip": 0.05, "class_clip": 0.1}},
     "logit_adjustment": {"prior": "global"},
 }
 
@@ -312,7 +320,10 @@ def test_the_engine_gives_the_local_one_s_numbers_to_the_bound(tmp_path: Path, f
     """With prototypes, with client state, with a survey; beside it the class contributors of every round."""
     deployment, sites = _deployed(tmp_path, federated)
     grid = FakeGrid(deployment, sites)
-    folder, _ = _run(deployment, grid, "a", method={"name": name.split()[0], "batch_size": 8, **METHODS[name]})
+    chosen = dict(METHODS[name])
+    exchange = chosen.pop("exchange", {})
+    method = {"name": name.split()[0], "batch_size": 8, **chosen}
+    folder, _ = _run(deployment, grid, "a", method=method, exchange=exchange)
     state, _ = folder.latest()
     assert state is not None
     ours, theirs = tree.flatten(state.server), tree.flatten(locally(folder.experiment(), federated))
@@ -321,6 +332,21 @@ def test_the_engine_gives_the_local_one_s_numbers_to_the_bound(tmp_path: Path, f
     assert {kind for _, kind in grid.kinds} == {"join", "sum"}
     assert all(record["answered"] == [0, 1, 2] for record in folder.metrics())
     assert folder.environment()["secure_aggregation"] is True
+
+
+def test_noise_and_a_secure_sum_go_together(tmp_path: Path, federated: Federated) -> None:
+    """Each site clips its own update. The mean over three gets a third of the noise of the sum."""
+    deployment, sites = _deployed(tmp_path, federated)
+    models = []
+    for name, noise in (("clear", 0.0), ("noisy", 0.5)):
+        exchange = {"clip": 0.05, "noise": noise}
+        grid = FakeGrid(deployment, sites)
+        folder, _ = _run(deployment, grid, name, rounds=1, method={"name": "fedavg"}, exchange=exchange)
+        state, _ = folder.latest()
+        assert state is not None
+        models.append(torch.cat([t.flatten() for t in state.server["model"].values()]))
+    assert (models[1] - models[0]).std() == pytest.approx(0.5 * 0.05 / 3, rel=0.1)
+    assert folder.metrics()[0]["epsilon"] > 0
 
 
 def test_evaluations_at_the_sites_are_summed_too(tmp_path: Path, federated: Federated) -> None:
@@ -334,13 +360,13 @@ def test_evaluations_at_the_sites_are_summed_too(tmp_path: Path, federated: Fede
     assert {kind for _, kind in grid.kinds} == {"join", "sum"}
 
 
-@pytest.mark.parametrize("kind", ["train", "evaluate", "survey", "request", "dance"])
+@pytest.mark.parametrize("kind", ["train", "evaluate", "survey"])
 def test_a_site_that_insists_answers_in_sums_alone(tmp_path: Path, federated: Federated, kind: str) -> None:
     _, sites = _deployed(tmp_path, federated)
     header, parts = sites[0].answer(_question(kind), {})
     assert "answers in secure sums alone" in header["error"] and parts == {}
     said, _ = sites[0].answer(_question("join"), {})
-    assert said["examples"] is None and said["secure_aggregation"] is True
+    assert said.keys().isdisjoint({"examples", "tests"}) and said["secure_aggregation"] is True
 
 
 @pytest.mark.parametrize(
@@ -361,16 +387,21 @@ def test_a_site_keeps_to_one_sum(tmp_path: Path, federated: Federated, changes: 
     assert said in header["error"] and parts == {}
 
 
+def _sum_question(**changes: Any) -> SumQuestion:
+    return SumQuestion.from_header(_question("sum", sum="a", stage="masked", **changes))
+
+
 def test_a_site_adds_up_only_what_it_is_known_for(tmp_path: Path, federated: Federated) -> None:
     """No other questions, and no method whose updates do not add up."""
     _, sites = _deployed(tmp_path, federated)
     for kind in ("join", "sum"):
-        with pytest.raises(ConfigError, match=f"a sum of '{kind}', which is not known here"):
-            sites[0]._summand(_question("sum", of=kind), {})
-    median = Experiment.parse({"net": {"name": "mlp"}, "method": {"name": "fedavg", "aggregation": "median"}})
+        with pytest.raises(wire.NotUnderstood, match=f"a sum of '{kind}', which is not known here"):
+            sites[0]._summand(_sum_question(of=kind), {})
+    values = {"net": {"name": "mlp"}, "method": {"name": "fedavg"}, "exchange": {"rule": "median"}}
+    median = Experiment.parse(values)
     toml = deployed(median, options()).to_toml()
-    with pytest.raises(ConfigError, match="cannot be summed: aggregation=median"):
-        sites[0]._summand(_question("sum", of="train", experiment=toml), {})
+    with pytest.raises(ConfigError, match=r"shows no single updates, and exchange\.rule=median"):
+        sites[0]._summand(_sum_question(of="train", experiment=toml), {"broadcast": tree.to_bytes({})})
 
 
 class Leaving(FakeGrid):
@@ -421,9 +452,9 @@ class Liar(Site):
 
     lie: Callable[[dict[str, Any]], dict[str, Any]]
 
-    def _summand(self, header: Any, parts: Any) -> Any:
-        more, summand = super()._summand(header, parts)
-        return more, self.lie(dict(summand)) if header["round"] == 2 else summand
+    def _summand(self, question: Any, parts: Any) -> Any:
+        has_state, summand = super()._summand(question, parts)
+        return has_state, self.lie(dict(summand)) if question.round == 2 else summand
 
 
 LIES: dict[str, tuple[Callable[[dict[str, Any]], dict[str, Any]], str]] = {
@@ -456,9 +487,9 @@ def test_a_sum_that_cannot_be_stops_the_run_with_its_state_intact(
 
 def test_a_sum_of_surveys_that_cannot_be_stops_the_run(tmp_path: Path, federated: Federated) -> None:
     class Surveyed(Site):
-        def _survey(self, header: Any, parts: Any) -> Any:
-            more, trees = super()._survey(header, parts)
-            return more, {"survey": {"class_counts": trees["survey"]["class_counts"] - 1000}}
+        def _survey(self, question: Any) -> Any:
+            answer, survey = super()._survey(question)
+            return answer, {"class_counts": survey["class_counts"] - 1000}
 
     deployment, sites = _deployed(tmp_path, federated)
     liar = Surveyed(SiteFolder(deployment.site("west")), federated.data("west"))
@@ -510,11 +541,10 @@ def _agreed(tmp_path: Path, federated: Federated) -> tuple[Deployment, FakeGrid]
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (["--method", "climb"], "method 'climb' cannot run with secure aggregation: its server weighs every client"),
-        (["--method", "fedic", "-c", "data.auxiliary=4"], "method 'fedic' cannot run with secure aggregation"),
-        (["-c", "method.prototype_clip=1"], "method 'redgrape' cannot run with secure aggregation: prototype_clip"),
-        (["-c", "method.aggregation=median"], "aggregation=median compares single updates"),
-        (["-c", "clients_per_round=2", "-c", "method.min_clients=1"], "clients_per_round is 2, and a secure sum needs"),
+        (["--method", "climb"], "method 'climb' cannot run so: a secure sum shows no single updates, and "),
+        (["--method", "fedic", "-c", "data.auxiliary=4"], "method 'fedic' cannot run so: a secure sum shows no"),
+        (["-c", "exchange.rule=median"], "a secure sum shows no single updates, and exchange.rule=median"),
+        (["-c", "clients_per_round=2", "-c", "exchange.min_clients=1"], "clients_per_round is 2, and a secure sum"),
     ],
 )
 def test_what_cannot_be_summed_is_refused_by_name(
@@ -543,8 +573,8 @@ def test_two_sites_are_too_few(tmp_path: Path, capsys: pytest.CaptureFixture[str
 
 def test_the_privacy_report_tells_of_sums(tmp_path: Path, federated: Federated) -> None:
     deployment, sites = _deployed(tmp_path, federated)
-    method = {"name": "redgrape", "batch_size": 8, "min_count": 3}
-    folder, _ = _run(deployment, FakeGrid(deployment, sites), "a", method=method)
+    method = {"name": "redgrape", "batch_size": 8}
+    folder, _ = _run(deployment, FakeGrid(deployment, sites), "a", method=method, exchange={"min_count": 3})
     facts = disclosed(RunView.read(folder.path))
     assert facts["secure_aggregation"] is True and facts["fewest_answers"] == 3
     seen = facts["class_reports"]["server"]
@@ -559,12 +589,12 @@ def test_the_privacy_report_tells_of_summed_class_counts_and_evaluations(tmp_pat
     method = {"name": "logit_adjustment", "prior": "global"}
     folder, _ = _run(deployment, FakeGrid(deployment, sites), "a", rounds=1, method=method)
     words = " ".join(in_words(disclosed(RunView.read(folder.path)))["the server"])
-    assert (
-        "of all sites together, and of none by itself: Before the first round each client was asked how many" in words
-    )
+    asked = "Before the first round each client was asked for its class_counts."
+    assert f"of all sites together, and of none by itself: {asked}" in words
     assert "of all sites together, by 1 evaluation there" in words and "for training on" not in words
-    method = {"name": "redgrape", "prototype_weights": "count", "min_count": 8}
-    folder, _ = _run(deployment, FakeGrid(deployment, sites), "b", rounds=1, method=method)
+    method = {"name": "redgrape", "prototype_weights": "count"}
+    floor = {"min_count": 8}
+    folder, _ = _run(deployment, FakeGrid(deployment, sites), "b", rounds=1, method=method, exchange=floor)
     words = " ".join(in_words(disclosed(RunView.read(folder.path)))["the server"])
     assert "of a round's sites together: the number of examples behind every class that is reported" in words
 

@@ -17,6 +17,7 @@ from redgrape.data.examples import Examples
 from redgrape.data.federation import Federation
 from redgrape.engines.stacked import StackedNet
 from redgrape.errors import ConfigError
+from redgrape.learning.local_training import holds_for_stacks, stackable
 from redgrape.method import Method
 from redgrape.methods.fedavg import FedAvg
 from redgrape.nets.net import Net
@@ -31,7 +32,7 @@ def data() -> Federation:
     y = random.integers(0, C, sum(SIZES))
     x = random.random((len(y), 6)) + y[:, None] / 2
     parts = np.split(np.arange(len(y)), np.cumsum(SIZES)[:-1])
-    return Federation.from_parts(Examples(x, y), parts, Examples(x, y), C)
+    return Federation.from_parts(Examples(x, y), parts, Examples(x, y), C, auxiliary=Examples(x[:12], y[:12]))
 
 
 def small() -> Net:
@@ -47,11 +48,11 @@ def last(method: Method, stack: int, workers: int = 1, build: Any = small) -> Ru
         return list(training.steps())[-1].state
 
 
-STACKING = [name for name in methods.names() if vars(methods.load(name)).get("stacks", False)]
+STACKING = [name for name in methods.names() if holds_for_stacks(methods.load(name)())]
 
 
 def test_these_methods_stack() -> None:
-    assert STACKING == ["fed_focal", "fedavg", "fedavgm", "feddyn", "fedopt", "fedprox", "scaffold"]
+    assert STACKING == ["fed_focal", "fedavg", "fedavgm", "feddyn", "fedic", "fedopt", "fedprox", "scaffold"]
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
@@ -63,7 +64,7 @@ def test_stacked_clients_agree_with_single_ones_to_rounding(name: str, optimizer
         if name == "scaffold":
             pytest.skip("SCAFFOLD trains with sgd only")
         options["optimizer"] = optimizer
-    method = methods.load(name)(**options)
+    method = methods.load(name)(**options, **methods.load(name).cheap)
     alone, stacked = last(method, 1), last(method, 3)
     ours, theirs = tree.flatten(stacked.server), tree.flatten(alone.server)
     assert ours.keys() == theirs.keys()
@@ -125,7 +126,26 @@ def test_a_frozen_encoder_stays_in_a_stack() -> None:
 
 
 class Own(FedAvg):
-    """Inherits, and has not said that its client half holds for stacks."""
+    """Has a loss of its own, and has not said that it holds for stacks."""
+
+    def criterion(self, broadcast: Any, site: Any) -> Any:
+        return super().criterion(broadcast, site)
+
+
+class SaysSo(Own):
+    @stackable
+    def criterion(self, broadcast: Any, site: Any) -> Any:
+        return super().criterion(broadcast, site)
+
+
+def test_what_overrides_the_client_half_must_say_that_it_holds_for_stacks() -> None:
+    """What only the server does is of no matter."""
+
+    class OtherServer(FedAvg):
+        def server_update(self, server: Any, received: Any, site: Any) -> Any:
+            return super().server_update(server, received, site)
+
+    assert [holds_for_stacks(kind()) for kind in (OtherServer, Own, SaysSo)] == [True, False, True]
 
 
 def tied() -> Net:

@@ -1,4 +1,4 @@
-"""Tables of class gradients: means over the clients that hold a class, and sums over classes, block by block."""
+"""Tables of class rows: means over the clients that report a class, and sums over classes, block by block."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from torch.utils._pytree import tree_leaves
 
 from redgrape import tree
 from redgrape.determinism import same_bits_everywhere
-from redgrape.learning import classifier
-from redgrape.learning.classifier import mean_over_holders, table_sum
+from redgrape.exchange import tables
+from redgrape.exchange.tables import contributors, mean_over_holders
+from redgrape.learning.classifier import table_sum
 
 
 @pytest.fixture(autouse=True)
@@ -41,8 +42,8 @@ def test_the_exact_mean_has_the_same_bits_in_blocks_of_any_size(block: int, monk
     sent = [many(1, [0, 3, 39], torch.float32), many(2, [3, 20], torch.float32), many(3, [39, 5, 3], torch.float32)]
     weights = [torch.tensor([2, 5, 1]), torch.tensor([1, 3]), torch.tensor([7, 2, 4])]
     old = {"weight": random(40, 40, 7, seed=4).float(), "bias": random(40, 40, seed=5).float()}
-    monkeypatch.setattr(classifier, "_TABLE_BLOCK", block)
-    found, held = mean_over_holders(sent, {name: g[0] for name, g in old.items()}, weights, old)
+    monkeypatch.setattr(tables, "_BLOCK", block)
+    found = mean_over_holders(sent, old, weights)
     for name, g in old.items():
         sums, total = torch.zeros(g.shape, dtype=torch.float64), torch.zeros(40, dtype=torch.float64)
         for s, w in zip(sent, weights, strict=True):
@@ -51,7 +52,8 @@ def test_the_exact_mean_has_the_same_bits_in_blocks_of_any_size(block: int, monk
         mean = (sums / total.clamp(min=1).reshape(-1, *[1] * (g.dim() - 1))).float()
         for c in range(40):
             assert torch.equal(found[name][c], (mean if total[c] else g)[c])
-    assert held.nonzero().flatten().tolist() == [0, 3, 5, 20, 39]
+    assert contributors(sent, 40)[[0, 3, 5, 20, 39]].tolist() == [1, 3, 1, 1, 2]
+    assert contributors(sent, 40).sum() == 8 and contributors([], 3).tolist() == [0, 0, 0]
 
 
 @pytest.mark.parametrize(("classes", "features"), [(300, 33), (129, 64), (130, 1), (70, 5), (3, 2)])
@@ -60,7 +62,7 @@ def test_the_exact_sum_has_the_same_bits_in_blocks(
 ) -> None:
     table = {"weight": random(classes, classes, features).float(), "bias": random(classes, classes, seed=1).float()}
     mask = random(classes, seed=2) > -0.5
-    monkeypatch.setattr(classifier, "_TABLE_BLOCK", 1)
+    monkeypatch.setattr(tables, "_BLOCK", 1)
     found = table_sum(table, mask, torch.float32)
     for name, g in table.items():
         assert torch.equal(found[name], g[mask].sum(dim=0))
@@ -116,10 +118,8 @@ class Counting(Mapping[str, Any]):
 
 def test_an_answer_is_read_once_for_each_block() -> None:
     sent = [Counting(many(k, classes, torch.float32)) for k, classes in enumerate(([0, 1, 5], [0, 39]))]
-    like = {"weight": torch.zeros(40, 7), "bias": torch.zeros(40)}
-    found, _ = mean_over_holders(sent, like)
-    expected, _ = mean_over_holders([s.answer for s in sent], like)
-    assert tree.equal(found, expected)
+    old = tables.empty({"weight": torch.zeros(40, 7), "bias": torch.zeros(40)}, 40)
+    assert tree.equal(mean_over_holders(sent, old), mean_over_holders([s.answer for s in sent], old))
     for s in sent:
         assert all(times == 1 for name, times in s.asked.items() if name != "classes")
         assert {name for name in s.asked} == set(s.answer)
@@ -128,10 +128,10 @@ def test_an_answer_is_read_once_for_each_block() -> None:
 def test_the_mean_holds_one_new_table_and_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
     """40 classes and 700 features are a table of 4.5 MB. A block is 4 classes, 0.9 MB in float64; sums, a client's part
     of them and what is made of them are a few blocks."""
-    monkeypatch.setattr(classifier, "_TABLE_BLOCK", 4 * 40 * 700)
+    monkeypatch.setattr(tables, "_BLOCK", 4 * 40 * 700)
     block, size = 4 * 40 * 700 * 8, 40 * 40 * 700 * 4
     old = {"weight": random(40, 40, 700).float()}
     sent = [{"classes": torch.arange(40), "weight": random(40, 40, 700, seed=k).float()} for k in range(3)]
     with Live() as live:
-        mean_over_holders(sent, {"weight": old["weight"][0]}, None, old)
+        mean_over_holders(sent, old)
     assert size <= live.most <= size + 4 * block < 2 * size

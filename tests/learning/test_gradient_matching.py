@@ -12,21 +12,22 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import redgrape as rg
-from redgrape import testing
 from redgrape.data.augment import Augment
 from redgrape.determinism import same_bits_everywhere
 from redgrape.engines import ClientHalf
 from redgrape.engines.in_process import InProcess
 from redgrape.errors import ConfigError
-from redgrape.learning import gradient_matching
-from redgrape.learning.classifier import class_mean_gradients, mean_over_holders
+from redgrape.learning import classifier, gradient_matching
+from redgrape.learning.classifier import class_mean_gradients
 from redgrape.method import ClientSite, ServerSite
 from redgrape.methods import creff
-from redgrape.methods.creff import Creff
+from redgrape.methods.creff import CReFF
 from redgrape.methods.fedavg import FedAvg
+from redgrape.testing.cases import CLASSES, IMAGE, float64_net
 from redgrape.training import RunState, rounds
+from toys import random
 
-CPU, C = torch.device("cpu"), testing.CLASSES
+CPU, C = torch.device("cpu"), CLASSES
 TINY: dict[str, Any] = {"features_per_class": 3, "match_steps": 2, "retrain_epochs": 2, "epochs": 1, "batch_size": 4}
 
 
@@ -34,10 +35,6 @@ TINY: dict[str, Any] = {"features_per_class": 3, "match_steps": 2, "retrain_epoc
 def one_thread() -> Iterator[None]:
     with same_bits_everywhere():
         yield
-
-
-def random(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def published_distance(
@@ -132,7 +129,7 @@ def test_matched_features_have_the_gradients_they_were_matched_to() -> None:
 
 def awkward_net() -> rg.Net:
     """BatchNorm with statistics that are not those of a fresh net, and dropout, in float64."""
-    net = testing.float64_net()
+    net = float64_net()
     net.encoder[2].running_mean.copy_(random(6, seed=8))
     net.encoder[2].running_var.copy_(0.5 + random(6, seed=9).abs())
     return net
@@ -140,7 +137,7 @@ def awkward_net() -> rg.Net:
 
 def client(counts: list[int], augment: Augment | None = None) -> ClientSite:
     y = torch.repeat_interleave(torch.arange(C), torch.tensor(counts))
-    data = rg.Examples(random(len(y), *testing.IMAGE, seed=1), y, augment=augment or Augment())
+    data = rg.Examples(random(len(y), *IMAGE, seed=1), y, augment=augment or Augment())
     return ClientSite(awkward_net, 3, C, 0, 1, 5, CPU, 0, data)
 
 
@@ -152,10 +149,10 @@ def psi_of(seed: int) -> dict[str, Tensor]:
 def test_class_gradients_are_those_of_psi_in_evaluation_mode(draw: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """No class has more than 32 examples, so that every draw holds all of them; batches of five, to see the cuts. The
     received classifier is not psi."""
-    monkeypatch.setattr(creff, "_BATCH", 5)
+    monkeypatch.setattr(classifier, "_BATCH", 5)
     site, psi = client([9, 3, 0, 1]), psi_of(20)
     broadcast = {"model": dict(awkward_net().state_dict()), "psi": psi}
-    update, _ = Creff(gradient_draw=draw, **TINY).client_update(broadcast, {}, site)
+    update, _ = CReFF(gradient_draw=draw, **TINY).client_update(broadcast, {}, site)
     sent = update["class_gradients"]
     assert sent["classes"].tolist() == [0, 1, 3]
     net = awkward_net().eval()
@@ -179,7 +176,7 @@ def test_repeated_draws_are_ten_of_at_most_32(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(creff, "at_most", spy)
     site = client([40, 0, 5, 32])
-    Creff(**TINY)._class_gradients({"model": dict(awkward_net().state_dict()), "psi": psi_of(20)}, site)
+    CReFF(**TINY)._class_gradients({"model": dict(awkward_net().state_dict()), "psi": psi_of(20)}, site)
     assert len(seen) == 10
     for rows in seen:
         assert len(set(rows)) == len(rows) == 32 + 5 + 32
@@ -192,7 +189,7 @@ def test_every_draw_has_a_view_of_its_own() -> None:
     and the mean over them is not the gradient of any one."""
     site = client([1, 0, 0, 0], Augment(crop=3))
     broadcast = {"model": dict(awkward_net().state_dict()), "psi": psi_of(20)}
-    found = Creff(**TINY)._class_gradients(broadcast, site)["weight"][0]
+    found = CReFF(**TINY)._class_gradients(broadcast, site)["weight"][0]
     net = awkward_net().eval()
     net.classifier.load_state_dict(broadcast["psi"])
     view = site.generator("gradient view")
@@ -206,6 +203,14 @@ def test_every_draw_has_a_view_of_its_own() -> None:
     torch.testing.assert_close(found, torch.stack(one_by_one).mean(dim=0))
 
 
+def mean_gradients(sent: list[Any]) -> tuple[dict[str, Tensor], Tensor]:
+    """The table that the server makes of what clients send, and the classes that it has."""
+    site = ServerSite(awkward_net, 3, C, 0, 1, 5, CPU)
+    parts = CReFF().parts(dict(awkward_net().state_dict()), site)
+    received = rg.Exchange().receive({k: {"class_gradients": rows} for k, rows in enumerate(sent)}, parts, site)
+    return received.table("class_gradients")
+
+
 def test_the_server_takes_the_plain_mean_over_the_holders() -> None:
     """Class 1 is held by clients 0 and 2 with 1 and 5: 3. Class 3 by client 1 alone with 7. Nobody has 0 or 2."""
 
@@ -214,7 +219,7 @@ def test_the_server_takes_the_plain_mean_over_the_holders() -> None:
         classes = {"classes": torch.tensor(list(values)), "bias": numbers[:, None].expand(-1, C).clone()}
         return {**classes, "weight": numbers[:, None, None].expand(-1, C, 6).clone()}
 
-    means, held = mean_over_holders([sends({1: 1.0}), sends({3: 7.0}), sends({1: 5.0})], psi_of(0))
+    means, held = mean_gradients([sends({1: 1.0}), sends({3: 7.0}), sends({1: 5.0})])
     assert held.nonzero().flatten().tolist() == [1, 3]
     for t in means.values():
         assert [t[c].unique().tolist() for c in range(4)] == [[0.0], [3.0], [0.0], [7.0]]
@@ -227,7 +232,7 @@ def federation(*counts: tuple[int, ...]) -> rg.Federation:
     clients = []
     for k, numbers in enumerate(counts):
         y = torch.repeat_interleave(torch.arange(C), torch.tensor(numbers))
-        clients.append(rg.Examples(random(len(y), *testing.IMAGE, seed=50 + k) + y[:, None, None, None], y))
+        clients.append(rg.Examples(random(len(y), *IMAGE, seed=50 + k) + y[:, None, None, None], y))
     return rg.Federation(clients, clients[0], C)
 
 
@@ -242,7 +247,7 @@ def test_encoder_and_head_are_those_of_fedavg(preset: str) -> None:
     """Whatever the server does with psi: bit for bit, in every round."""
     data = federation((5, 2, 1, 0), (0, 6, 3, 0), (1, 1, 4, 2))
     plain = run(FedAvg.preset(preset, epochs=2, batch_size=4), data, 3)
-    for ours, theirs in zip(run(Creff.preset(preset, **TINY | {"epochs": 2}), data, 3), plain, strict=True):
+    for ours, theirs in zip(run(CReFF.preset(preset, **TINY | {"epochs": 2}), data, 3), plain, strict=True):
         for name, t in theirs.server["model"].items():
             if name.startswith("classifier."):
                 assert torch.equal(ours.server["head"][name.removeprefix("classifier.")], t)
@@ -256,13 +261,13 @@ def test_encoder_and_head_are_those_of_fedavg(preset: str) -> None:
 def test_features_of_absent_classes_stay() -> None:
     """Nobody has class 3; every other class moves by the matching at the psi that the clients had."""
     data = federation((5, 2, 1, 0), (3, 6, 3, 0))
-    method = Creff(**TINY | {"match_lr": 1.0}, gradient_draw="all")
+    method = CReFF(**TINY | {"match_lr": 1.0}, gradient_draw="all")
     first, second = run(method, data, 2)
     before, after = first.server["features"], second.server["features"]
     assert torch.equal(after[3], before[3])
     half = ClientHalf(method, data, awkward_net, 0, 2, CPU)
     updates = {k: half.run(k, method.broadcast(first.server), None, 2).update for k in (0, 1)}
-    target, held = mean_over_holders([u["class_gradients"] for u in updates.values()], first.server["psi"])
+    target, held = mean_gradients([u["class_gradients"] for u in updates.values()])
     psi = first.server["psi"]
     for c in held.nonzero().flatten().tolist():
         expected = before[c].clone()
@@ -277,7 +282,7 @@ def test_features_of_absent_classes_stay() -> None:
 def test_features_begin_as_a_normal_sample() -> None:
     """4 classes of 2,500 features in 6 dimensions are 60,000 numbers: mean 0 +- 0.004, variance 1 +- 0.006."""
     site = ServerSite(awkward_net, 3, C, 0, 0, 5, CPU)
-    features = Creff(features_per_class=2500).init_server(dict(awkward_net().state_dict()), site)["features"]
+    features = CReFF(features_per_class=2500).init_server(dict(awkward_net().state_dict()), site)["features"]
     assert features.shape == (C, 2500, 6) and features.dtype == torch.float64
     assert abs(float(features.mean())) < 0.02 and abs(float(features.var()) - 1) < 0.03
 
@@ -288,7 +293,7 @@ def test_features_begin_as_a_normal_sample() -> None:
 def test_retraining_is_plain_sgd_on_the_features(batch: int, retrain_lr: float | None, lr: float) -> None:
     """By nn.Linear and torch's SGD, from the same start and in the same order. Seven features of each of three classes:
     21 in batches of 5 leave one over, whose step is a mean over one. `none` is the local learning rate."""
-    method = Creff(retrain_epochs=4, retrain_batch=batch, retrain_lr=retrain_lr, lr=lr)
+    method = CReFF(retrain_epochs=4, retrain_batch=batch, retrain_lr=retrain_lr, lr=lr)
     features, site = random(3, 7, 5), ServerSite(awkward_net, 3, 3, 0, 2, 5, CPU)
     net, stream = nn.Linear(5, 3).double(), site.generator("re-training")
     for p in (net.weight, net.bias):
@@ -301,7 +306,7 @@ def test_retraining_is_plain_sgd_on_the_features(batch: int, retrain_lr: float |
             optimizer.zero_grad()
             F.cross_entropy(net(h[rows]), y[rows]).backward()
             optimizer.step()
-    found = method._retrained(features, site)
+    found = method._retrained(features, start, site)
     for name, p in net.named_parameters():
         torch.testing.assert_close(found[name], p.detach(), rtol=1e-11, atol=1e-13)
         assert not torch.allclose(found[name], start[name], atol=1e-3)
@@ -310,9 +315,10 @@ def test_retraining_is_plain_sgd_on_the_features(batch: int, retrain_lr: float |
 def test_every_round_trains_a_fresh_classifier() -> None:
     """With a learning rate of nearly nothing what comes back is the start: nn.Linear's, and another in every round."""
     features = random(3, 2, 16)
-    method = Creff(retrain_epochs=1, retrain_lr=1e-30)
+    method = CReFF(retrain_epochs=1, retrain_lr=1e-30)
     sites = [ServerSite(awkward_net, 3, 3, 0, t, 5, CPU) for t in (1, 2)]
-    first, second = (method._retrained(features, site) for site in sites)
+    like = {"weight": random(3, 16), "bias": random(3)}
+    first, second = (method._retrained(features, like, site) for site in sites)
     assert not torch.equal(first["weight"], second["weight"])
     for t in (*first.values(), *second.values()):
         assert t.abs().max() <= 0.25  # 1 / sqrt(16)
@@ -323,7 +329,7 @@ def test_a_net_without_bias_is_refused() -> None:
     build = functools.partial(biasless)
     data = federation((2, 2, 2, 2))
     with pytest.raises(ConfigError, match="creff needs a classifier with a bias"):
-        rg.train(Creff(), data, build, rounds=1)
+        rg.train(CReFF(), data, build, rounds=1)
 
 
 def biasless() -> rg.Net:

@@ -91,7 +91,7 @@ def test_log_prior() -> None:
 
 @pytest.mark.parametrize("source", ["local", "global", "estimated"])
 def test_only_the_global_prior_asks(source: Any) -> None:
-    answer = prior.survey(source, client([4, 0, 1, 2]))
+    answer = prior.Prior(source).survey(client([4, 0, 1, 2]))
     assert {name: t.tolist() for name, t in answer.items()} == (
         {"class_counts": [4, 0, 1, 2]} if source == "global" else {}
     )
@@ -100,10 +100,10 @@ def test_only_the_global_prior_asks(source: Any) -> None:
 def test_the_server_starts_from_the_shares_or_from_nothing() -> None:
     """Counts 3, 5, 0, 2 are shares 0.3, 0.5, 0, 0.2; without them every class has 1/4."""
     counts = {"class_counts": torch.tensor([3, 5, 0, 2])}
-    assert prior.first_prior("global", {}, server(counts)).tolist() == [0.3, 0.5, 0.0, 0.2]
+    assert prior.Prior("global").first({}, server(counts)).tolist() == [0.3, 0.5, 0.0, 0.2]
     biased = {"classifier.bias": torch.zeros(4)}
     for source in ("local", "estimated"):
-        assert prior.first_prior(source, biased, server()).tolist() == [0.25] * 4  # type: ignore[arg-type]
+        assert prior.Prior(source).first(biased, server()).tolist() == [0.25] * 4  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("method", [BalancedSoftmax, LogitAdjustment])
@@ -115,10 +115,10 @@ def test_an_estimate_that_would_be_wrong_is_refused(method: type[FedAvg], option
 
 
 def test_a_client_trains_by_its_own_counts_or_by_the_servers_prior() -> None:
-    site, prior = client([1, 3, 0, 4]), torch.tensor([0.5, 0.25, 0.125, 0.125]).double()
+    site, known = client([1, 3, 0, 4]), torch.tensor([0.5, 0.25, 0.125, 0.125]).double()
     own = [1 / 8, 3 / 8, 1e-8, 4 / 8]
-    for source, shares in (("local", own), ("global", prior.tolist()), ("estimated", prior.tolist())):
-        found = prior.client_log_prior(source, prior, site)  # type: ignore[arg-type]
+    for source, shares in (("local", own), ("global", known.tolist()), ("estimated", known.tolist())):
+        found = prior.Prior(source).log(known, site)  # type: ignore[arg-type]
         assert found.tolist() == pytest.approx([math.log(p) for p in shares], rel=1e-14)
 
 
@@ -138,23 +138,24 @@ class Counting(FedAvg):
     """Answers with nested groups, and shows what reached the server."""
 
     def survey(self, site: ClientSite) -> Any:
-        return {"n": torch.tensor(len(site.data)), "inner": {"ids": torch.tensor([site.client, 1])}}
+        n = torch.tensor(len(site.data))
+        return {"n": n, "inner": {"powers": torch.stack([n**2, n**3]).float()}}
 
     def init_server(self, model: Any, site: ServerSite) -> Any:
         assert site.round == 0
-        return {"model": model, "n": site.survey["n"], "ids": site.survey["inner"]["ids"]}
+        return {"model": model, "n": site.survey["n"], "powers": site.survey["inner"]["powers"]}
 
-    def server_update(self, server: Any, updates: Any, site: ServerSite) -> Any:
-        return {**server, "model": self.averaged_model(server["model"], updates)}
+    def server_update(self, server: Any, received: Any, site: ServerSite) -> Any:
+        return {**server, **super().server_update(server, received, site)}
 
 
 @pytest.mark.parametrize("engine", [InProcess, functools.partial(Pool, workers=2)])
 def test_any_survey_reaches_init_server_as_a_sum(engine: Any) -> None:
-    """Clients 0, 1 and 3 of 3, 5 and 2 examples: n = 10, ids = 0 + 1 + 3 and 1 + 1 + 1."""
+    """Clients 0, 1 and 3 of 3, 5 and 2 examples: n = 10, the squares 9 + 25 + 4, the cubes 27 + 125 + 8."""
     data = federation([1, 1, 1, 0], [5, 0, 0, 0], [0, 0, 0, 0], [0, 0, 1, 1])
     state = run(Counting(epochs=1), data, engine=engine)[0]
     assert int(state.server["n"]) == 10
-    assert state.server["ids"].tolist() == [4, 3]
+    assert state.server["powers"].tolist() == [38.0, 160.0]
 
 
 class Surveyed(InProcess):
@@ -212,7 +213,7 @@ def test_a_sum_of_surveys_that_cannot_be_stops_the_run(answer: Tensor, words: st
         run(BalancedSoftmax(epochs=1), federation([4, 2, 0, 0], [1, 3, 0, 0]), engine=Summed)
 
 
-def test_surveys_that_are_not_described_must_be_finite_and_alike() -> None:
+def test_any_survey_must_be_finite_and_like_that_of_an_empty_client() -> None:
     class Uneven(Counting):
         def survey(self, site: ClientSite) -> Any:
             return {"n": torch.ones(1 + site.client)}
@@ -222,7 +223,7 @@ def test_surveys_that_are_not_described_must_be_finite_and_alike() -> None:
             return {"n": torch.tensor(math.inf)}
 
     data = federation([4, 2, 0, 0], [1, 3, 0, 0])
-    with pytest.raises(TooFewClients, match=r"client 1 .*not those of the clients before it"):
+    with pytest.raises(TooFewClients, match=r"client 1 .*'n' is \[2\]; it must be \[1\]"):
         run(Uneven(epochs=1), data)
     with pytest.raises(TooFewClients, match=r"client 0 .*'n' is not finite"):
         run(Infinite(epochs=1), data)
@@ -423,12 +424,17 @@ def test_the_first_round_of_an_estimate_is_fedavg() -> None:
 
 
 def test_only_an_estimate_changes_the_prior_and_only_once() -> None:
-    prior, method = torch.tensor([0.4, 0.3, 0.2, 0.1]).double(), FedAvg()
+    known, method = torch.tensor([0.4, 0.3, 0.2, 0.1]).double(), FedAvg()
     moved = {"classifier.weight": torch.zeros(C, 3), "classifier.bias": torch.tensor([0.03, 0.0, -0.01, -0.02])}
-    updates = [{"delta": moved, "count": torch.tensor(10)}]
-    for source, round in (("global", 1), ("local", 1), ("estimated", 2)):
-        assert prior.next_prior(source, prior, updates, method, server(round=round)) is prior  # type: ignore[arg-type]
-    assert total_variation(prior.next_prior("estimated", prior, updates, method, server(round=1)), prior) > 0.05
+    updates = {0: {"delta": moved, "count": torch.tensor(10)}}
+    sources: Any = (("global", 1), ("local", 1), ("estimated", 2), ("estimated", 1))
+    found = []
+    for source, round in sources:
+        site = server(round=round)
+        received = rg.Exchange().receive(updates, method.parts(LINEAR().state_dict(), site), site)
+        found.append(prior.Prior(source).next(known, received, method, site))
+    assert all(same is known for same in found[:-1])
+    assert total_variation(found[-1], known) > 0.05
 
 
 def test_estimates_are_weighted_by_the_clients_examples() -> None:

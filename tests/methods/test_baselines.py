@@ -17,26 +17,29 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import redgrape as rg
-from redgrape import methods, testing, tree
+from redgrape import methods, tree
 from redgrape.data.prepare import DataOptions, prepare
 from redgrape.determinism import same_bits_everywhere
 from redgrape.engines import ClientHalf
 from redgrape.engines.in_process import InProcess
 from redgrape.errors import ConfigError
+from redgrape.exchange import Exchange, Received
 from redgrape.method import ClientSite, ServerSite
 from redgrape.methods import climb, fedic
-from redgrape.methods.climb import Climb
+from redgrape.methods.climb import CLIMB
 from redgrape.methods.fed_focal import FedFocal, focal_loss
 from redgrape.methods.fedavg import FedAvg
 from redgrape.methods.fedavgm import FedAvgM
 from redgrape.methods.feddyn import FedDyn
-from redgrape.methods.fedic import Fedic
+from redgrape.methods.fedic import FEDIC
 from redgrape.methods.fedopt import FedOpt
 from redgrape.methods.fedprox import FedProx
 from redgrape.methods.ratio_loss import RatioLoss, class_ratios
 from redgrape.methods.scaffold import Scaffold
 from redgrape.reading import run_tables
+from redgrape.testing.cases import IMAGE, float64_net
 from redgrape.training import RunState, rounds, sample_clients
+from toys import random
 
 CPU, C = torch.device("cpu"), 3
 Named = dict[str, Tensor]
@@ -46,10 +49,6 @@ Named = dict[str, Tensor]
 def one_thread() -> Iterator[None]:
     with same_bits_everywhere():
         yield
-
-
-def random(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def examples(counts: Sequence[int], seed: int = 0, shape: tuple[int, ...] = (4,)) -> rg.Examples:
@@ -187,7 +186,7 @@ def test_fedprox_is_its_formula(momentum: float) -> None:
 
 def test_fedprox_without_mu_is_fedavg() -> None:
     """Bit for bit, with BatchNorm and dropout."""
-    data = federation(shape=testing.IMAGE)
+    data = federation(shape=IMAGE)
     options: dict[str, Any] = {"epochs": 2, "batch_size": 4, "lr": 0.1}
     for a, b in zip(
         run(FedProx(mu=0.0, **options), data, image_net), run(FedAvg(**options), data, image_net), strict=True
@@ -196,7 +195,7 @@ def test_fedprox_without_mu_is_fedavg() -> None:
 
 
 def image_net() -> rg.Net:
-    encoder = testing.float64_net().encoder
+    encoder = float64_net().encoder
     with torch.random.fork_rng():
         torch.manual_seed(6)
         return rg.Net(encoder, nn.Linear(6, C).double())
@@ -218,19 +217,23 @@ def one_number(value: float) -> Named:
     return {"w": torch.tensor([value], dtype=torch.float64)}
 
 
+def received(method: rg.Method, updates: Mapping[int, Any], here: ServerSite) -> Received:
+    return Exchange().receive(updates, method.parts(parameters(), here), here)
+
+
 def test_fedavgm_by_hand() -> None:
     """From 10, beta 0.5, server_lr 0.5. Clients of 1 and 3 examples change 1 and 5: Delta = (1 + 15) / 4 = 4, v = 4,
     10 + 0.5 * 4 = 12. Then Delta = 1: v = 0.5 * 4 + 1 = 3, 12 + 0.5 * 3 = 13.5."""
     method = FedAvgM(beta=0.5, server_lr=0.5)
     server: Any = {"model": one_number(10.0), "velocity": one_number(0.0)}
-    server = method.server_update(server, {0: answer(1.0, 1), 3: answer(5.0, 3)}, site())
+    server = method.server_update(server, received(method, {0: answer(1.0, 1), 3: answer(5.0, 3)}, site()), site())
     assert (float(server["model"]["w"]), float(server["velocity"]["w"])) == (12.0, 4.0)
-    server = method.server_update(server, {1: answer(1.0, 7)}, site())
+    server = method.server_update(server, received(method, {1: answer(1.0, 7)}, site()), site())
     assert (float(server["model"]["w"]), float(server["velocity"]["w"])) == (13.5, 3.0)
 
 
 def test_fedavgm_without_beta_is_fedavg() -> None:
-    data = federation(shape=testing.IMAGE)
+    data = federation(shape=IMAGE)
     options: dict[str, Any] = {"epochs": 2, "batch_size": 4, "lr": 0.1, "server_lr": 0.7}
     for a, b in zip(
         run(FedAvgM(beta=0.0, **options), data, image_net), run(FedAvg(**options), data, image_net), strict=True
@@ -265,7 +268,9 @@ def test_fedopt_by_hand(name: Any, deltas: list[float], roots: list[float]) -> N
     server: Any = {"model": one_number(0.0), "m": one_number(0.0), "v": one_number(1.0)}
     theta = m = 0.0
     for delta, root in zip(deltas, roots, strict=True):
-        server = method.server_update(server, {0: answer(delta - 1, 1), 1: answer(delta + 1, 9)}, site())
+        server = method.server_update(
+            server, received(method, {0: answer(delta - 1, 1), 1: answer(delta + 1, 9)}, site()), site()
+        )
         m = (m + delta) / 2
         theta += 0.1 * m / (root + 1)
         assert float(server["v"]["w"]) == pytest.approx(root**2, rel=1e-12)
@@ -277,7 +282,8 @@ def test_fedopt_by_hand(name: Any, deltas: list[float], roots: list[float]) -> N
 def test_fedopt_weights(weights: Any, delta: float) -> None:
     """Changes 1 and 5 of 1 and 3 examples: (1 + 5) / 2 = 3 or (1 + 15) / 4 = 4; m is a tenth of it."""
     server: Any = {"model": one_number(0.0), "m": one_number(0.0), "v": one_number(1.0)}
-    new = FedOpt(client_weights=weights).server_update(server, {0: answer(1.0, 1), 1: answer(5.0, 3)}, site())
+    method, updates = FedOpt(client_weights=weights), {0: answer(1.0, 1), 1: answer(5.0, 3)}
+    new = method.server_update(server, received(method, updates, site()), site())
     assert float(new["m"]["w"]) == pytest.approx(0.1 * delta)
 
 
@@ -288,7 +294,7 @@ def test_fedopt_starts_at_tau_squared_and_has_no_bias_correction() -> None:
     assert all(not t.any() for t in server["m"].values())
     assert all((t == 1e-6).all() for t in server["v"].values())
     updates = {0: {"delta": {n: torch.ones_like(t) for n, t in model.items()}, "buffers": {}, "count": torch.tensor(1)}}
-    new = FedOpt().server_update(server, updates, site())
+    new = FedOpt().server_update(server, received(FedOpt(), updates, site()), site())
     step = 0.01 * 0.1 / (math.sqrt(0.99e-6 + 0.01) + 1e-3)
     same(new["model"], {name: t + step for name, t in model.items()}, 1e-12)
 
@@ -391,7 +397,7 @@ def test_feddyn_is_its_formula(asked: int) -> None:
     data, theta, a = federation(), parameters(), 0.4
     zero = {name: torch.zeros_like(t) for name, t in theta.items()}
     h, g = zero, dict.fromkeys(range(4), zero)
-    for t, state in enumerate(run(FedDyn(a=a, **FULL), data, count=4, asked=asked), start=1):
+    for t, state in enumerate(run(FedDyn(alpha=a, **FULL), data, count=4, asked=asked), start=1):
         chosen, at, locals_ = answered(data, t, asked), theta, {}
         for k in chosen:
             pull = plus((-a, at), (-1, g[k]))
@@ -408,11 +414,11 @@ def test_feddyn_is_its_formula(asked: int) -> None:
 def test_feddyns_server_by_hand() -> None:
     """Two of four clients answer, with 1 and 3 (and any numbers of examples); a = 0.5. h = 0 - 0.5 / 4 (1 + 3) = -0.5,
     theta = 10 + 2 + 0.5 / 0.5 = 13. Then one answers with -2: h = -0.5 + 0.25 = -0.25, theta = 13 - 2 + 0.5 = 11.5."""
-    method = FedDyn(a=0.5)
+    method = FedDyn(alpha=0.5)
     server: Any = {"model": one_number(10.0), "h": one_number(0.0)}
-    server = method.server_update(server, {0: answer(1.0, 8), 2: answer(3.0, 1)}, site(4))
+    server = method.server_update(server, received(method, {0: answer(1.0, 8), 2: answer(3.0, 1)}, site(4)), site(4))
     assert (float(server["h"]["w"]), float(server["model"]["w"])) == (-0.5, 13.0)
-    server = method.server_update(server, {1: answer(-2.0)}, site(4))
+    server = method.server_update(server, received(method, {1: answer(-2.0)}, site(4)), site(4))
     assert (float(server["h"]["w"]), float(server["model"]["w"])) == (-0.25, 11.5)
 
 
@@ -424,7 +430,7 @@ def test_feddyns_first_round_is_a_doubled_fedprox_step() -> None:
     start = parameters()
     half = ClientHalf(FedProx(mu=0.3, **options), data, net, 0, 3, CPU)
     deltas = {k: half.run(k, {"model": start}, None, 1).update["delta"] for k in range(4)}
-    state = run(FedDyn(a=0.3, **options), data, count=3, asked=4)[0]
+    state = run(FedDyn(alpha=0.3, **options), data, count=3, asked=4)[0]
     same(state.server["model"], plus((1, start), *[(2 / 4, d) for d in deltas.values()]), 1e-12)
     for k, d in deltas.items():
         same(state.clients[k]["g"], plus((-0.3, d)), 1e-13)
@@ -466,7 +472,7 @@ def best(clients: Sequence[rg.Examples]) -> Named:
 
 
 @pytest.mark.parametrize(
-    ("method", "reached"), [(Scaffold(), 1e-6), (FedDyn(a=0.1), 1e-6), (FedAvg(momentum=0.0), None)]
+    ("method", "reached"), [(Scaffold(), 1e-6), (FedDyn(alpha=0.1), 1e-6), (FedAvg(momentum=0.0), None)]
 )
 def test_what_corrects_the_drift_finds_the_optimum(method: FedAvg, reached: float | None) -> None:
     """Two clients of twenty examples with different classes and shifted features, twenty full-batch steps a round. The
@@ -543,16 +549,16 @@ def test_climb_by_hand() -> None:
     (0, 0, 1), its mean 1/3 and w = (2, 2, 5) / 3 in the second round. The same answers now weigh 2 : 4 : 5 and give
     (22 + 88 + 165) / 11 = 25, and lambda_2 grows to 2. In the third client 2 alone answers, with a loss that is the
     mean of itself: its weight is all, and lambda_2 = 2 + 0.5 (0 - 1) = 1.5."""
-    method = Climb(eps=1.0, dual_lr=0.5)
+    method = CLIMB(eps=1.0, dual_lr=0.5)
     server: Any = {"model": one_number(0.0), "dual": torch.zeros(3).double()}
     updates = climb_answers({0: 1.0, 1: 2.0, 2: 6.0}, {0: 11.0, 1: 22.0, 2: 33.0}, {0: 1, 1: 2, 2: 1})
-    server = method.server_update(server, updates, site(3))
+    server = method.server_update(server, received(method, updates, site(3)), site(3))
     assert server["dual"].tolist() == [0.0, 0.0, 1.0]
     assert float(server["model"]["w"]) == pytest.approx(22.0, rel=1e-14)
-    server = method.server_update(server, updates, site(3))
+    server = method.server_update(server, received(method, updates, site(3)), site(3))
     assert server["dual"].tolist() == [0.0, 0.0, 2.0]
     assert float(server["model"]["w"]) == pytest.approx(22.0 + 25.0, rel=1e-14)
-    server = method.server_update(server, climb_answers({2: 9.0}, {2: 1.0}, {2: 5}), site(3))
+    server = method.server_update(server, received(method, climb_answers({2: 9.0}, {2: 1.0}, {2: 5}), site(3)), site(3))
     assert server["dual"].tolist() == [0.0, 0.0, 1.5]
     assert float(server["model"]["w"]) == pytest.approx(48.0, rel=1e-14)
 
@@ -560,9 +566,9 @@ def test_climb_by_hand() -> None:
 def test_climbs_duals_stay_between_0_and_100() -> None:
     """eta_D 1000 with losses 1 and 3: 1000 (-1) and 1000 (+1)."""
     server: Any = {"model": one_number(0.0), "dual": torch.tensor([50.0, 50.0, 7.0]).double()}
-    new = Climb(eps=0.0, dual_lr=1000.0).server_update(
-        server, climb_answers({0: 1.0, 1: 3.0}, {0: 1.0, 1: 1.0}, {0: 1, 1: 1}), site(3)
-    )
+    method = CLIMB(eps=0.0, dual_lr=1000.0)
+    updates = climb_answers({0: 1.0, 1: 3.0}, {0: 1.0, 1: 1.0}, {0: 1, 1: 1})
+    new = method.server_update(server, received(method, updates, site(3)), site(3))
     assert new["dual"].tolist() == [0.0, 100.0, 7.0]
 
 
@@ -593,12 +599,16 @@ def test_climbs_weights_are_a_mean_that_favours_high_losses(
     clients = [k for k in range(N) if present[k]] or [0]
     sizes = {k: 5 if k < 2 else counts[k] for k in range(N)}
     duals = torch.tensor([dual[0], dual[0], *dual[2:]], dtype=torch.float64)
-    method, shares = Climb(eps=eps, dual_lr=dual_lr), {}
+    method, shares = CLIMB(eps=eps, dual_lr=dual_lr), {}
     for k in clients:
         deltas = {j: float(j == k) for j in clients}
         updates = climb_answers({j: losses[j] for j in clients}, deltas, sizes)
-        new: Any = method.server_update({"model": one_number(0.0), "dual": duals}, updates, site(N))
-        after: Any = method.server_update({"model": one_number(0.0), "dual": new["dual"]}, updates, site(N))
+        new: Any = method.server_update(
+            {"model": one_number(0.0), "dual": duals}, received(method, updates, site(N)), site(N)
+        )
+        after: Any = method.server_update(
+            {"model": one_number(0.0), "dual": new["dual"]}, received(method, updates, site(N)), site(N)
+        )
         shares[k] = float(after["model"]["w"])
     assert min(shares.values()) >= 0
     assert sum(shares.values()) == pytest.approx(1)
@@ -614,7 +624,7 @@ def test_climbs_weights_are_a_mean_that_favours_high_losses(
 def test_climb_of_equal_losses_is_fedavg() -> None:
     """Three clients with the same examples have the same loss, and their duals stay at zero. Bit for bit."""
     data = rg.Federation([examples((3, 2, 4), 1)] * 3, examples((1, 1, 1)), C)
-    ours = run(Climb(epochs=2, batch_size=3, lr=0.2), data, count=4)
+    ours = run(CLIMB(epochs=2, batch_size=3, lr=0.2), data, count=4)
     for a, b in zip(ours, run(FedAvg(epochs=2, batch_size=3, lr=0.2), data, count=4), strict=True):
         assert tree.equal(a.server["model"], b.server["model"])
         assert a.server["dual"].tolist() == [0.0, 0.0, 0.0]
@@ -625,7 +635,7 @@ def test_climb_is_its_formula() -> None:
     examples."""
     data, theta = federation(), parameters()
     dual = dict.fromkeys(range(4), 0.0)
-    for t, state in enumerate(run(Climb(eps=0.05, dual_lr=3.0, momentum=0.0, **FULL), data, count=4), start=1):
+    for t, state in enumerate(run(CLIMB(eps=0.05, dual_lr=3.0, momentum=0.0, **FULL), data, count=4), start=1):
         chosen = answered(data, t)
         f = {k: float(cross_entropy(outputs(theta, whole(data, k)[0]), whole(data, k)[1])) for k in chosen}
         mean = sum(f.values()) / len(chosen)
@@ -641,8 +651,8 @@ def test_climb_is_its_formula() -> None:
 def test_climb_measures_in_evaluation_mode(monkeypatch: pytest.MonkeyPatch) -> None:
     """By running statistics and without dropout, cut into batches of any size, and before training."""
     monkeypatch.setattr(climb, "_BATCH", 4)
-    data = federation(shape=testing.IMAGE)
-    method = Climb(epochs=1, batch_size=4)
+    data = federation(shape=IMAGE)
+    method = CLIMB(epochs=1, batch_size=4)
     half = ClientHalf(method, data, image_net, 0, 1, CPU)
     model = dict(image_net().state_dict())
     update = half.run(0, {"model": model}, None, 1).update
@@ -749,7 +759,7 @@ def test_ratio_loss_without_beta_is_fedavg() -> None:
 
 def test_the_copies_leave_a_frozen_encoder_alone() -> None:
     """It encodes by its running statistics, as at the clients: one step of -0.3 (p - e) h^T, mean over the class."""
-    data = federation(shape=testing.IMAGE)
+    data = federation(shape=IMAGE)
     assert data.auxiliary is not None
     here = ServerSite(image_net, 4, C, 0, 1, 1, CPU, data.auxiliary)
     method = RatioLoss(freeze_encoder=True, auxiliary_epochs=1, momentum=0.0, **FULL)
@@ -761,7 +771,7 @@ def test_the_copies_leave_a_frozen_encoder_alone() -> None:
         torch.testing.assert_close(movements[q], -0.3 * r.T @ h / len(h), rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize("method", [RatioLoss, Fedic])
+@pytest.mark.parametrize("method", [RatioLoss, FEDIC])
 def test_an_auxiliary_set_must_have_every_class(method: type[FedAvg]) -> None:
     for counts, words in (((3, 0, 2), "no example of class 1"), ((0, 0, 0), "data.auxiliary=32")):
         here = ServerSite(net, 1, C, 0, 1, 1, CPU, examples(counts, 9))
@@ -789,7 +799,7 @@ def test_fedic_is_its_formula() -> None:
     data, start, steps, lr, decay, T = federation(), parameters(), 5, 0.05, 0.02, 3.0
     assert data.auxiliary is not None
     x, y = data.auxiliary.x, data.auxiliary.y
-    method = Fedic(
+    method = FEDIC(
         server_steps=steps, adam_lr=lr, adam_weight_decay=decay, temperature=T, labelled_batch=99, momentum=0.0, **FULL
     )
     found = run(method, data, count=1)[0].server["model"]
@@ -856,7 +866,7 @@ def test_fedic_trains_its_calibration_over_the_rounds() -> None:
     """Every step of Adam moves a number by about its learning rate, so two rounds of five steps go further than one
     could: the calibration of a round starts from that of the last."""
     lr = 0.01
-    states = run(Fedic(server_steps=5, adam_lr=lr, labelled_batch=99, **FULL), count=3)
+    states = run(FEDIC(server_steps=5, adam_lr=lr, labelled_batch=99, **FULL), count=3)
     walked = [float((state.server["calibration"]["scale"] - 1).abs().max()) for state in states]
     assert walked[0] <= 5 * lr * 1.01
     assert walked[0] < walked[1] < walked[2]
@@ -866,7 +876,7 @@ def test_fedic_trains_its_calibration_over_the_rounds() -> None:
 def test_fedic_of_no_learning_is_fedavg() -> None:
     """All three phases with a learning rate of nearly nothing."""
     options: dict[str, Any] = {"epochs": 2, "batch_size": 4, "lr": 0.1}
-    ours = run(Fedic(server_steps=2, adam_lr=1e-14, **options))
+    ours = run(FEDIC(server_steps=2, adam_lr=1e-14, **options))
     for a, b in zip(ours, run(FedAvg(**options)), strict=True):
         same(a.server["model"], b.server["model"], 1e-11)
 
@@ -881,7 +891,7 @@ def test_fedic_draws_batches_of_the_size_asked(monkeypatch: pytest.MonkeyPatch) 
         return inputs(self, rows, dtype)
 
     monkeypatch.setattr(ServerSite, "inputs", spy)
-    run(Fedic(server_steps=2, labelled_batch=4, transfer_batch=6, **FULL), count=1)
+    run(FEDIC(server_steps=2, labelled_batch=4, transfer_batch=6, **FULL), count=1)
     assert all(len(set(rows)) == len(rows) for rows in seen)
     # outputs of three clients; two steps of fine-tuning; its outputs; two steps on transfer and labelled batches
     assert [len(rows) for rows in seen] == [9, 9, 9, 4, 4, 9, 6, 4, 6, 4]
@@ -891,7 +901,7 @@ def test_fedic_draws_batches_of_the_size_asked(monkeypatch: pytest.MonkeyPatch) 
 # Auxiliary data
 
 
-@pytest.mark.parametrize("method", [RatioLoss(), Fedic()])
+@pytest.mark.parametrize("method", [RatioLoss(), FEDIC()])
 def test_without_auxiliary_data_the_option_is_named(method: rg.Method) -> None:
     assert type(method).uses_auxiliary
     data = rg.Federation([examples((3, 2, 1))], examples((1, 1, 1)), C)
@@ -940,7 +950,7 @@ def test_a_frozen_encoder_stays(name: str) -> None:
     """Its parameters and its running statistics, bit for bit, whatever the server trains; the classifier moves."""
     method = methods.load(name)
     cheap = dict(method.cheap)
-    data = federation(shape=testing.IMAGE)
+    data = federation(shape=IMAGE)
     states = run(method(freeze_encoder=True, epochs=1, batch_size=4, **cheap), data, image_net, count=2)
     start, end = image_net().state_dict(), states[-1].server["model"]
     for key, t in start.items():

@@ -18,6 +18,7 @@ from torch import nn
 
 import redgrape as rg
 from redgrape.learning.gradient_matching import distance
+from redgrape.learning.prior import post_hoc_shift
 from redgrape.methods.balanced_softmax import BalancedSoftmax
 from redgrape.methods.feddyn import FedDyn
 from redgrape.methods.fedprox import FedProx
@@ -55,9 +56,9 @@ def test_fedprox() -> None:
 
 
 def test_feddyn() -> None:
-    """The first round goes as FedProx with mu = a = 0.2 to 0.519203, since g is zero. Then h = -0.2 * 0.519203 for the
-    only client, and the server's model is 0.519203 - h / 0.2 = 1.038405."""
-    server = trained(FedDyn(a=0.2, **TWO_STEPS), [0])
+    """The first round goes as FedProx with mu = alpha = 0.2 to 0.519203, since g is zero. Then h = -0.2 * 0.519203 for
+    the only client, and the server's model is 0.519203 - h / 0.2 = 1.038405."""
+    server = trained(FedDyn(alpha=0.2, **TWO_STEPS), [0])
     assert first(server["h"]) == pytest.approx(-0.2 * 0.519203, abs=1e-6)
     assert first(server["model"]) == pytest.approx(1.038406, abs=1e-6)
 
@@ -65,15 +66,15 @@ def test_feddyn() -> None:
 def test_feddyn_remembers_the_linear_term() -> None:
     """Two clients, of class 0 and of class 1: their models are 0.519203 and -0.519203, the mean and h are 0, so both
     start at 0 again, now with g = -0.103841 and 0.103841. Client 0's first step is 1/2 + g = 0.396159 (the gradient of
-    -<g, theta> is -g). Then z = (0.792319, -0.792319), p_0 = sigmoid(1.584637) = 0.829866, the term a (theta - 0) is
+    -<g, theta> is -g). Then z = (0.792319, -0.792319), p_0 = sigmoid(1.584637) = 0.829866, alpha (theta - 0) is
     0.079232, and it arrives at 0.396159 + 0.170134 - 0.079232 - 0.103841 = 0.383221. Client 1 mirrors it."""
-    method = FedDyn(a=0.2, **TWO_STEPS)
+    method = FedDyn(alpha=0.2, **TWO_STEPS)
     federation = rg.Federation([one_example(0), one_example(1)], one_example(0), 2)
     with rg.Training(method, federation, from_zeros, rounds=2) as training:
         one, two = [step.state for step in training.steps()]
     assert first(one.clients[0]["g"]) == pytest.approx(-0.103841, abs=1e-6)
     assert first(two.server["model"]) == pytest.approx(0.0, abs=1e-12)
-    # g moves by -a (theta_k - theta^t)
+    # g moves by -alpha (theta_k - theta^t)
     assert first(two.clients[0]["g"]) == pytest.approx(-0.103841 - 0.2 * 0.383221, abs=1e-6)
 
 
@@ -113,7 +114,7 @@ def test_logit_adjustment_and_balanced_softmax() -> None:
         (LogitAdjustment(tau=2.0), math.log(10)),
     ):
         assert float(method.criterion({"prior": prior}, half_site)(z, y)) == pytest.approx(loss, rel=1e-12)
-    assert prior.post_hoc_shift(prior).tolist() == pytest.approx([math.log(0.75), math.log(0.25)], rel=1e-12)
+    assert post_hoc_shift(prior).tolist() == pytest.approx([math.log(0.75), math.log(0.25)], rel=1e-12)
     assert float(F.cross_entropy(z, y)) == pytest.approx(math.log(2))  # without adjustment
 
 

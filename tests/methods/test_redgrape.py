@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -16,12 +16,13 @@ import redgrape as rg
 from redgrape import nets, tree
 from redgrape.determinism import same_bits_everywhere
 from redgrape.errors import ConfigError
+from redgrape.exchange import Exchange, Received
 from redgrape.learning import classifier
 from redgrape.learning.features import features
 from redgrape.method import ClientSite, ServerSite
-from redgrape.methods import redgrape
 from redgrape.methods.fedavg import FedAvg
 from redgrape.methods.redgrape import Balance, RedGrape
+from toys import random
 
 IMAGE, VECTOR, C = (1, 8, 8), (5,), 4
 CPU = torch.device("cpu")
@@ -31,10 +32,6 @@ CPU = torch.device("cpu")
 def one_thread() -> Iterator[None]:
     with same_bits_everywhere():
         yield
-
-
-def random(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def examples(counts: Sequence[int], shape: tuple[int, ...] = VECTOR, seed: int = 1) -> rg.Examples:
@@ -56,7 +53,9 @@ def linear(classes: int = C) -> Any:
     return functools.partial(double_net, "linear", VECTOR, classes)
 
 
-def client(build: Any, data: rg.Examples, *, classes: int = C, round: int = 2, rounds: int = 5) -> ClientSite:
+def client(
+    build: Any, data: rg.Examples, *, classes: int = C, round: int = 2, rounds: int = 5, min_count: int = 1
+) -> ClientSite:
     return ClientSite(
         build=build,
         num_clients=3,
@@ -67,6 +66,7 @@ def client(build: Any, data: rg.Examples, *, classes: int = C, round: int = 2, r
         device=CPU,
         client=0,
         data=data,
+        min_count=min_count,
     )
 
 
@@ -90,7 +90,7 @@ def with_prototypes(server: dict[str, Any], seen: Sequence[int], seed: int = 5) 
 
 
 def W_of(server: Any) -> dict[str, Tensor]:
-    return redgrape.classifier_of(server["model"])
+    return classifier.of(server["model"])
 
 
 def norm(*tensors: Tensor) -> float:
@@ -134,7 +134,7 @@ def test_prototypes_are_the_gradients_that_autograd_finds(name: str, dtype: torc
 def test_prototypes_do_not_depend_on_how_the_examples_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     method, site = RedGrape(), client(linear(), examples([9, 4, 0, 2]))
     whole = method._local_prototypes(site.build(), site)
-    monkeypatch.setattr(redgrape, "_PROTOTYPE_BATCH", 4)
+    monkeypatch.setattr(classifier, "_BATCH", 4)
     monkeypatch.setattr(classifier, "_BLOCK", 3 * C * VECTOR[0])  # three outer products at once
     cut = method._local_prototypes(site.build(), site)
     assert cut["classes"].tolist() == [0, 1, 3]
@@ -152,20 +152,23 @@ def test_a_single_example_leaks_its_features() -> None:
     for j in range(C):
         torch.testing.assert_close(rows[0, j], data.x[0], rtol=1e-12, atol=1e-12)
         assert (rows[1, j] - data.x[1]).norm() > 0.1
-    assert RedGrape(min_count=2)._local_prototypes(site.build(), site)["classes"].tolist() == [1]
+    floored = client(linear(), data, min_count=2)
+    assert RedGrape()._local_prototypes(site.build(), floored)["classes"].tolist() == [1]
 
 
 @pytest.mark.parametrize(("min_count", "classes"), [(1, [0, 1, 2]), (2, [0, 1]), (3, [0]), (9, [])])
 def test_min_count_keeps_small_classes_from_being_sent(min_count: int, classes: list[int]) -> None:
-    site = client(linear(), examples([3, 2, 1, 0]))
-    sent = RedGrape(min_count=min_count)._local_prototypes(site.build(), site)
+    site = client(linear(), examples([3, 2, 1, 0]), min_count=min_count)
+    sent = RedGrape()._local_prototypes(site.build(), site)
     assert sent["classes"].tolist() == classes
     assert sent["weight"].shape == (len(classes), C, VECTOR[0])
 
 
 def test_no_prototype_is_sent_where_none_is_used() -> None:
-    site = client(linear(), examples([3, 2, 1, 0]))
-    assert len(RedGrape(use_prototypes=False)._local_prototypes(site.build(), site)["classes"]) == 0
+    method, site = RedGrape(use_prototypes=False, epochs=1), client(linear(), examples([3, 2, 1, 0]))
+    update, _ = method.client_update(method.broadcast(start(method, linear())), {}, site)
+    assert "prototypes" not in tree.ordered(update)
+    assert "prototypes" not in method.parts(dict(linear()().state_dict()), site)
 
 
 # The server's table of prototypes
@@ -193,6 +196,13 @@ def reply(method: RedGrape, server: Any, values: dict[int, tuple[float, int]]) -
     }
 
 
+def after(method: RedGrape, server: Any, updates: Mapping[int, Any]) -> tuple[Any, Received]:
+    """The server after these updates, and what it received of them."""
+    site = server_at(linear())
+    received = Exchange().receive(updates, method.parts(server["model"], site), site)
+    return method.server_update(server, received, site), received
+
+
 def table(server: Any) -> list[float]:
     """Every class's prototype, of which all numbers are equal."""
     for g in server["prototypes"].values():
@@ -209,7 +219,7 @@ def test_prototypes_are_averaged_over_their_holders(weights: Any, class_0: float
     server = start(method, linear())
     answers = {0: {0: (1.0, 3)}, 1: {2: (7.0, 2)}, 2: {0: (5.0, 1)}}
     updates = {k: reply(method, server, values) for k, values in answers.items()}
-    new = method.server_update(server, updates, server_at(linear()))
+    new, _ = after(method, server, updates)
     assert table(new) == [class_0, 0.0, 7.0, 0.0]
     assert new["seen"].tolist() == [True, False, True, False]
 
@@ -219,7 +229,7 @@ def test_prototypes_of_an_absent_class_stay_and_age() -> None:
     method = RedGrape()
     server, seen, ages, tables = start(method, linear()), [], [], []
     for values in ({0: (1.0, 1), 1: (2.0, 1)}, {2: (3.0, 1)}, {0: (4.0, 1), 2: (5.0, 1)}):
-        server = method.server_update(server, {1: reply(method, server, values)}, server_at(linear()))
+        server, received = after(method, server, {1: reply(method, server, values)})
         seen.append(server["seen"].int().tolist())
         ages.append(server["age"].tolist())
         tables.append(table(server))
@@ -227,7 +237,7 @@ def test_prototypes_of_an_absent_class_stay_and_age() -> None:
     assert seen == [[1, 1, 0, 0], [1, 1, 1, 0], [1, 1, 1, 0]]
     assert [age[:2] for age in ages] == [[0, 0], [1, 1], [0, 2]]
     assert [age[2] for age in ages[1:]] == [0, 0]
-    assert method.log(server, {})["prototype_age"].tolist() == ages[-1]
+    assert method.log(server, received)["prototype_age"].tolist() == ages[-1]
 
 
 @pytest.mark.parametrize(
@@ -238,31 +248,6 @@ def test_old_prototypes_are_not_used(max_age: int | None, usable: list[int]) -> 
     method = RedGrape(max_age=max_age)
     server = with_prototypes(start(method, linear()), [0, 1, 2]) | {"age": torch.tensor([3, 0, 1, 4])}
     assert method.broadcast(server)["seen"].int().tolist() == usable
-
-
-def test_a_sum_of_padded_tables_is_all_the_server_needs() -> None:
-    """Each client sends a dense table with zeros for the classes it lacks, and an indicator; the sum of the tables
-    divided by the sum of the indicators is Eq. (14), so that a secure sum could do it."""
-    method, build = RedGrape(epochs=1), linear()
-    server = with_prototypes(start(method, build), seen=[1, 3])
-    old = server["prototypes"]
-    updates = {}
-    for k, counts in enumerate(([4, 0, 1, 0], [2, 0, 0, 0], [1, 0, 3, 0])):
-        updates[k], _ = method.client_update(method.broadcast(server), {}, client(build, examples(counts, seed=10 + k)))
-    new = method.server_update(server, updates, server_at(build))
-    indicators = torch.zeros(C, dtype=torch.float64)
-    sums = {name: torch.zeros_like(g) for name, g in old.items()}
-    for update in updates.values():
-        sent = update["prototypes"]
-        padded = {name: torch.zeros_like(g).index_copy(0, sent["classes"], sent[name]) for name, g in old.items()}
-        indicators += torch.zeros(C, dtype=torch.float64).index_fill(0, sent["classes"], 1.0)
-        sums = tree.add(sums, padded)
-    assert indicators.tolist() == [3.0, 0.0, 2.0, 0.0]
-    for name in old:
-        for c in range(C):
-            mean = sums[name][c] / indicators[c] if indicators[c] else old[name][c]
-            torch.testing.assert_close(new["prototypes"][name][c], mean, rtol=1e-14, atol=1e-14)
-    assert new["seen"].tolist() == [True, True, True, True]
 
 
 # The balanced gradient and its pull
@@ -377,7 +362,11 @@ def drawn(method: RedGrape, counts: list[int], times: int) -> tuple[list[list[in
     x = torch.arange(len(y), dtype=torch.float64)[:, None].expand(-1, VECTOR[0])
     site = client(linear(), rg.Examples(x, y[order]))
     balance = Balance(method, method.broadcast(start(method, linear())), site.build(), site)
-    draws = [balance._examples() for _ in range(times)]
+    draws = []
+    for _ in range(times):
+        balance._balanced_gradient()
+        assert balance.drawn is not None
+        draws.append(balance.drawn)
     for found, labels in draws:
         assert torch.equal(y[order][found[:, 0].long()], labels)
     return [x[:, 0].long().tolist() for x, _ in draws], [y.tolist() for _, y in draws]
@@ -456,7 +445,7 @@ def test_without_lambda_a_copy_of_W_stays_a_copy() -> None:
     build = functools.partial(nets.build, "cnn", IMAGE, C, seed=0)
     server = trained(method, build, [examples(counts, IMAGE, seed=k) for k, counts in enumerate(MANY)]).server
     assert tree.equal(W_of(server), server["W_hat"])
-    assert not tree.equal(W_of(server), redgrape.classifier_of(build().state_dict()))
+    assert not tree.equal(W_of(server), classifier.of(build().state_dict()))
 
 
 @pytest.mark.parametrize("extra_init", ["default", "zeros"])
@@ -590,7 +579,6 @@ def test_presets() -> None:
         "unseen": "skip",
         "balanced_draw": "round",
         "balanced_stats": "batch",
-        "min_count": 1,
         "prototype_weights": "uniform",
         "prototype_view": "plain",
         "max_age": None,
@@ -605,12 +593,6 @@ def test_presets() -> None:
         "server_lr": 1.0,
         "lr_schedule": "constant",
         "freeze_encoder": False,
-        "aggregation": "mean",
-        "min_clients": 1,
-        "dp_clip": None,
-        "dp_noise": 0.0,
-        "prototype_clip": None,
-        "prototype_noise": 0.0,
     }
     released = {
         "placement": "after_step",
@@ -620,12 +602,10 @@ def test_presets() -> None:
         "balanced_stats": "batch_update",
         "prototype_view": "augmented",
     }
-    not_used = {"lr", "lr_final", "lam_final", "byzantine", "update_norm", "dp_delta", "dp_randomness"}
+    not_used = {"lr", "lr_final", "lam_final"}
     assert RedGrape() == RedGrape.preset("paper")
     assert {k: v for k, v in dict(RedGrape.preset("paper")).items() if k not in not_used} == paper
     assert {k: v for k, v in dict(RedGrape.preset("released")).items() if k not in not_used} == paper | released
-    private = {"min_count": 8, "min_clients": 3}
-    assert {k: v for k, v in dict(RedGrape.preset("private")).items() if k not in not_used} == paper | private
     assert RedGrape.preset("released", clip_norm=None, lam=0.5) == RedGrape(**{**released, "clip_norm": None}, lam=0.5)
     with pytest.raises(ConfigError, match="unknown preset 'papr'; did you mean 'paper'"):
         RedGrape.preset("papr")
@@ -634,7 +614,7 @@ def test_presets() -> None:
 @pytest.mark.parametrize(
     ("bad", "says"),
     [
-        ({"threshold": 2.5}, "threshold is 2.5; it counts examples"),
+        ({"threshold": 2.5}, "threshold.* is 2.5, and counts examples"),
         ({"threshold": 0}, "threshold is 0"),
         ({"threshold": math.nan}, "threshold"),
         ({"lamda": 0.1}, "lamda"),
@@ -642,7 +622,6 @@ def test_presets() -> None:
         ({"lam": math.inf}, "lam"),
         ({"lam": "0.1"}, "lam"),
         ({"placement": "before_step"}, "placement"),
-        ({"min_count": 0}, "min_count is 0"),
         ({"max_age": -1}, "max_age is -1"),
     ],
 )

@@ -14,6 +14,7 @@ from redgrape_reference import EQUIVALENT, MUTANTS, Data, L, Outcome, Part, Sett
 from torch import Tensor, nn
 
 import redgrape as rg
+from toys import random
 
 CLASSES, INPUTS, FEATURES, T = 5, 5, 8, 4
 SAME, DIFFERENT = 1e-10, 1e-6
@@ -26,21 +27,17 @@ COUNTS = [
 ]
 
 
-def _random(*shape: int, seed: int) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
 def _client(k: int) -> Data:
     y = torch.tensor([c for c in range(CLASSES) for _ in range(COUNTS[k][c])])
-    centres = _random(CLASSES, INPUTS, seed=1)
-    x = centres[y] + 0.7 * _random(len(y), INPUTS, seed=10 + k)
+    centres = random(CLASSES, INPUTS, seed=1)
+    x = centres[y] + 0.7 * random(len(y), INPUTS, seed=10 + k)
     order = torch.randperm(len(y), generator=torch.Generator().manual_seed(20 + k))
     return x[order], y[order]
 
 
 CLIENTS = [_client(k) for k in range(len(COUNTS))]
-P0 = {"weight": 0.5 * _random(FEATURES, INPUTS, seed=2), "bias": 0.1 * _random(FEATURES, seed=3)}
-W0 = {"weight": 0.4 * _random(CLASSES, FEATURES, seed=4), "bias": 0.1 * _random(CLASSES, seed=5)}
+P0 = {"weight": 0.5 * random(FEATURES, INPUTS, seed=2), "bias": 0.1 * random(FEATURES, seed=3)}
+W0 = {"weight": 0.4 * random(CLASSES, FEATURES, seed=4), "bias": 0.1 * random(CLASSES, seed=5)}
 
 
 def make_net() -> rg.Net:
@@ -116,7 +113,7 @@ def trained(name: str) -> rg.Result:
 
 def train(case: Case) -> rg.Result:
     s = case.setting
-    method = rg.methods.load("redgrape")(
+    method = rg.RedGrape(
         lam=s.lam,
         threshold=s.threshold,
         placement=s.placement,
@@ -125,7 +122,6 @@ def train(case: Case) -> rg.Result:
         unseen=s.unseen,
         balanced_draw=s.balanced_draw,
         prototype_weights=s.prototype_weights,
-        min_count=s.min_count,
         use_prototypes=s.use_prototypes,
         use_real_data=s.use_real_data,
         two_stream=s.two_stream,
@@ -146,8 +142,7 @@ def train(case: Case) -> rg.Result:
         build=make_net,
         rounds=case.rounds,
         clients_per_round=case.clients_per_round,
-        seed=0,
-        workers=1,
+        exchange=rg.Exchange(min_count=s.min_count),
     )
 
 

@@ -103,8 +103,8 @@ def test_G_is_the_sum_of_all_clients_latest_gradients(summed: bool) -> None:
 
 
 def test_a_gradient_by_hand() -> None:
-    """One client, W = 0 and two classes: p = 1/2. Of two examples of class 0 and one of class 1, held by one client each,
-    M = mean_0 (p - e_0) h + mean_1 (p - e_1) h, with (p - e_0) = (-1/2, 1/2)."""
+    """One client, W = 0 and two classes: p = 1/2. Of two examples of class 0 and one of class 1, each class with one
+    holder, M = mean_0 (p - e_0) h + mean_1 (p - e_1) h, with (p - e_0) = (-1/2, 1/2)."""
     h = torch.tensor([[2.0, 0.0], [0.0, 4.0], [6.0, 6.0]])
     build = lambda: _linear(2)  # noqa: E731
     data = rg.Federation([rg.Examples(h, torch.tensor([0, 0, 1]))], rg.Examples(h, torch.tensor([0, 0, 1])), 2)

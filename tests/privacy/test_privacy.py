@@ -12,35 +12,38 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
-from redgrape.class_reports import contributors
 from torch import Tensor
 
 import redgrape as rg
-from redgrape import nets, testing, tree
+import toys
+from redgrape import methods, nets, testing, tree
 from redgrape.cli import main as cli
 from redgrape.determinism import same_bits_everywhere
 from redgrape.engines import ClientHalf
 from redgrape.errors import ConfigError, StorageError
+from redgrape.exchange import ClassRows, Count, Direction, Exchange, Parts, Received
+from redgrape.exchange import exchange as exchange_module
+from redgrape.exchange.parts import class_rows, directions
 from redgrape.learning.classifier import class_mean_gradients
 from redgrape.method import ClientSite, ServerSite
-from redgrape.methods.creff import Creff
+from redgrape.methods.creff import CReFF
 from redgrape.methods.fedavg import FedAvg
-from redgrape.methods.fedavgm import FedAvgM
 from redgrape.methods.redgrape import RedGrape
 from redgrape.methods.scaffold import Scaffold
 from redgrape.privacy import account, noise
 from redgrape.privacy.account import Mechanism, epsilon
-from redgrape.privacy.disclosure import disclosed, in_words, leak_in_one_line
+from redgrape.privacy.disclosure import disclosed, in_words, leak_in_one_line, told_by
 from redgrape.privacy.ledger import PrivacyLedger
 from redgrape.reading.run_tables import RunView
 from redgrape.runs.experiment import Experiment
 from redgrape.runs.folder import RunFolder
 from redgrape.runs.run import Run
+from redgrape.training import PLAIN, RunState, exchanged
 
 
 @pytest.fixture(autouse=True)
@@ -63,32 +66,38 @@ def build(net: str = "mlp") -> rg.Net:
     return nets.build(net, SHAPE, C, 0)
 
 
-def examples(counts: Sequence[int], seed: int = 0) -> rg.Examples:
-    labels = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
-    x = torch.rand(len(labels), *SHAPE, generator=torch.Generator().manual_seed(seed))
-    return rg.Examples(x + 0.2 * labels[:, None, None, None], labels)
-
-
 def federation(counts: Sequence[Sequence[int]]) -> rg.Federation:
-    clients = [examples(held, seed) for seed, held in enumerate(counts)]
-    return rg.Federation(clients, examples([3] * C, 99), C)
+    return toys.federation(*counts, shape=SHAPE)
 
 
 def site_of(clients: int, round: int = 1, **more: Any) -> ServerSite:
     return ServerSite(build, clients, C, 0, round, 5, CPU, **more)
 
 
+class Round(NamedTuple):
+    """The server's state before a round of all clients, their updates, what the server got of them, its new state."""
+
+    before: dict[str, Any]
+    updates: dict[int, Any]
+    received: Received
+    after: dict[str, Any]
+
+
 def one_round(
-    method: Any, counts: Sequence[Sequence[int]], server: Any = None, round: int = 1, **more: Any
-) -> tuple[dict[str, Any], dict[int, Any], dict[str, Any]]:
-    """The server's state before a round of all clients, their updates, and the state after it."""
-    data = federation(counts)
-    half = ClientHalf(method, data, build, 0, 5, CPU)
-    site = site_of(len(counts), round, **more)
+    method: Any, counts: Sequence[Sequence[int]], server: Any = None, round: int = 1, **settings: Any
+) -> Round:
+    exchange = Exchange(**settings)
+    half = ClientHalf(method, federation(counts), build, 0, 5, CPU, exchange=exchange)
+    site = site_of(len(counts), round)
     before = tree.ordered(method.init_server(build().state_dict(), site)) if server is None else server
     broadcast = tree.ordered(method.broadcast(before))
     updates = {k: half.run(k, broadcast, None, round).update for k in range(len(counts)) if sum(counts[k])}
-    return before, updates, tree.ordered(method.server_update(before, method.counted(updates), site))
+    received = exchange.receive(updates, method.parts(broadcast["model"], site), site)
+    return Round(before, updates, received, tree.ordered(method.server_update(before, received, site)))
+
+
+def parts_of(method: Any, C: int = C) -> Parts:
+    return exchanged(method, toys.server_site(3, C))[0]
 
 
 def features_of(model: Any, example: rg.Examples) -> Tensor:
@@ -110,7 +119,7 @@ def test_one_example_gives_its_features_to_the_server_and_to_every_client() -> N
     is the example's feature vector: for the server in the update, for every client in the next broadcast."""
     counts = [[6, 2, 0, 1], [4, 5, 3, 0], [3, 3, 2, 0]]
     method = RedGrape(**small())
-    before, updates, after = one_round(method, counts)
+    before, updates, _, after = one_round(method, counts)
     victim = federation(counts).client(0).take([8])
     h = features_of(before["model"], victim)[0]
     assert int(victim.labels[0]) == 3 and float(h.norm()) > 0.1
@@ -129,8 +138,8 @@ def test_one_example_gives_its_features_to_the_server_and_to_every_client() -> N
 
 def test_the_private_preset_sends_and_releases_nothing_of_it() -> None:
     counts = [[16, 9, 8, 1], [9, 8, 7, 0], [8, 2, 8, 0]]
-    method = RedGrape.preset("private", **small())
-    _, updates, after = one_round(method, counts)
+    method = RedGrape(**small())
+    _, updates, _, after = one_round(method, counts, preset="private")
     assert [u["prototypes"]["classes"].tolist() for u in updates.values()] == [[0, 1, 2], [0, 1], [0, 2]]
     assert after["seen"].tolist() == [True, False, False, False]  # only class 0 has three clients
     for name in ("weight", "bias"):
@@ -167,8 +176,7 @@ def test_the_model_s_own_update_tells_of_a_single_example(name: str) -> None:
 
 
 def test_floors_alone_do_not_stop_a_server_that_solves_for_the_features() -> None:
-    """Of n < C examples an exact prototype has as many equations as unknowns: all n feature vectors come out. One of
-    rank 1, as in the preset `private`, does not tell them apart."""
+    """Of n < C examples a prototype has as many equations as unknowns: all n feature vectors come out."""
     benchmark = _attacks()
     random = torch.Generator().manual_seed(0)
     classifier = torch.nn.Linear(20, 10)
@@ -186,42 +194,23 @@ def test_floors_alone_do_not_stop_a_server_that_solves_for_the_features() -> Non
 # Floors
 
 
-@pytest.mark.parametrize("form", [{}, {"prototype_clip": 1e9}])
+@pytest.mark.parametrize("form", [{}, {"class_clip": 1e9}])
 def test_a_class_with_too_few_clients_keeps_its_last_release(form: dict[str, Any]) -> None:
-    method = RedGrape(**small(min_clients=2, **form))
-    _, _, first = one_round(method, [[5, 4, 3, 0], [4, 4, 0, 2], [3, 0, 0, 0]])
+    method = RedGrape(**small())
+    first = one_round(method, [[5, 4, 3, 0], [4, 4, 0, 2], [3, 0, 0, 0]], min_clients=2, **form).after
     assert first["seen"].tolist() == [True, True, False, False]
-    _, updates, second = one_round(method, [[5, 0, 3, 2], [4, 4, 2, 0]], first, round=2)
+    counts = [[5, 0, 3, 2], [4, 4, 2, 0]]
+    second = one_round(method, counts, first, round=2, min_clients=2, **form).after
     assert second["seen"].tolist() == [True, True, True, False]
     assert second["age"].tolist() == [0, 1, 0, 0]
+    again, released = one_round(method, counts, first, round=2, **form).received.table("prototypes")
+    assert released.tolist() == [True] * 4
     for name, table in second["prototypes"].items():
         assert torch.equal(table[1], first["prototypes"][name][1])  # one client: the last release stays
         assert not torch.equal(table[0], first["prototypes"][name][0])
         assert not table[3].any()
-    again, held = RedGrape(**small(**form))._global_prototypes(no_table(rgW(first)), updates, site_of(2))
-    assert held.tolist() == [True] * 4
-    for name, table in again.items():
         for c in (0, 2):  # what is released is what it would be without the floor
-            torch.testing.assert_close(second["prototypes"][name][c], table[c])
-
-
-def no_table(W: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: w.new_zeros(len(w), *w.shape) for name, w in W.items()}
-
-
-def rgW(server: Any) -> dict[str, Tensor]:
-    return {name: server["model"][f"classifier.{name}"] for name in ("weight", "bias")}
-
-
-def test_floors_of_one_change_no_bit() -> None:
-    counts = [[5, 4, 1, 0], [4, 4, 0, 2]]
-    for method in (RedGrape, Creff):
-        cheap = small(**method.cheap)
-        plain, floored = (
-            one_round(method(**cheap), counts),
-            one_round(method(min_count=1, min_clients=1, **cheap), counts),
-        )
-        assert tree.equal(plain[2], floored[2])
+            torch.testing.assert_close(table[c], again[name][c])
 
 
 def test_no_release_of_too_few_clients_in_many_rounds() -> None:
@@ -229,8 +218,9 @@ def test_no_release_of_too_few_clients_in_many_rounds() -> None:
     the old one where not."""
     random = np.random.default_rng(0)
     classes, least, tries, releases = 100, 3, 0, 0
-    method = RedGrape(min_clients=least)
-    table = no_table({"weight": torch.zeros(classes, 2), "bias": torch.zeros(classes)})
+    exchange, site = Exchange(min_clients=least), toys.server_site(6, classes)
+    parts: Parts = {"rows": ClassRows({"weight": torch.zeros(classes, 2), "bias": torch.zeros(classes)})}
+    table = {"weight": torch.zeros(classes, classes, 2), "bias": torch.zeros(classes, classes)}
     for _ in range(100):
         held = torch.from_numpy(random.random((6, classes)) < 0.35)
         numbers = torch.from_numpy(random.normal(size=(6, classes, classes, 3))).float()
@@ -238,8 +228,8 @@ def test_no_release_of_too_few_clients_in_many_rounds() -> None:
         for k in range(6):
             rows = held[k].nonzero().flatten()
             mine = {"weight": numbers[k, rows, :, :2], "bias": numbers[k, rows, :, 2]}
-            updates[k] = {"prototypes": {"classes": rows, **mine}}
-        new, released = method._global_prototypes(table, updates)
+            updates[k] = {"rows": {"classes": rows, **mine}}
+        new, released = exchange.receive(updates, parts, site).table("rows", table)
         enough = held.sum(dim=0) >= least
         assert torch.equal(released, enough)
         mean = (numbers * held[:, :, None, None]).sum(dim=0) / held.sum(dim=0).clamp(min=1)[:, None, None]
@@ -252,83 +242,44 @@ def test_no_release_of_too_few_clients_in_many_rounds() -> None:
 
 def test_creff_reports_and_uses_what_the_floors_let_through() -> None:
     counts = [[9, 3, 8, 0], [8, 9, 1, 0], [9, 8, 0, 2]]
-    method = Creff.preset("private", **small(**Creff.cheap))
-    before, updates, after = one_round(method, counts)
+    before, updates, received, after = one_round(CReFF(**small(**CReFF.cheap)), counts, preset="private")
     assert [u["class_gradients"]["classes"].tolist() for u in updates.values()] == [[0, 2], [0, 1], [0, 1]]
     changed = (after["features"] != before["features"]).flatten(1).any(dim=1)
     assert changed.tolist() == [True, False, False, False]
-    assert method.log(after, updates)["class_contributors"].tolist() == [3, 2, 1, 0]
-    everything = one_round(Creff(**small(**Creff.cheap, gradient_draw="all")), counts)[1]
-    some = one_round(Creff(**small(**Creff.cheap, gradient_draw="all", min_count=8)), counts)[1]
+    assert received.contributors("class_gradients").tolist() == [3, 2, 1, 0]
+    method = CReFF(**small(**CReFF.cheap, gradient_draw="all"))
+    everything, some = one_round(method, counts).updates, one_round(method, counts, min_count=8).updates
     for k, rows in ((0, [0, 2]), (1, [0, 1]), (2, [0, 1])):
         all_of = everything[k]["class_gradients"]
         for name in ("weight", "bias"):
             torch.testing.assert_close(some[k]["class_gradients"][name], all_of[name][rows])
 
 
-def test_reporting_and_serving_are_two_questions() -> None:
-    """T decides what serves a class at the client, min_count what the client tells: any order of the two."""
-    counts = torch.tensor([9, 8, 5, 2])
-    site = ClientSite(build, 1, C, 0, 2, 5, CPU, 0, examples(counts.tolist()))
-    for T, least in ((8, 5), (5, 8)):
-        method = RedGrape(threshold=T, min_count=least)
-        assert torch.equal(method.real_classes(site), counts >= T)
-        assert torch.equal(method.reported(counts), counts >= least)
-    assert not RedGrape(use_prototypes=False).reported(counts).any()
-    assert RedGrape().solvable(10) == 9
-
-
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        ({"dp_noise": 1.0}, "set dp_clip as well"),
-        ({"dp_clip": 1.0, "aggregation": "median"}, "aggregation is median"),
-        ({"prototype_noise": 1.0}, "set prototype_clip too"),
-        ({"prototype_clip": 1.0, "prototype_weights": "count"}, "prototype_weights is count"),
-        ({"prototype_clip": 1.0, "aggregation": "trimmed_mean"}, "aggregation is trimmed_mean"),
-        ({"min_clients": 0}, "min_clients is 0"),
-        ({"dp_delta": 1.0}, "dp_delta is 1"),
-    ],
-)
-def test_what_would_promise_nothing_is_refused(options: dict[str, Any], says: str) -> None:
-    with pytest.raises(ConfigError, match=says) as refused:
-        RedGrape(**options)
-    assert "\n" not in str(refused.value)
-
-
-@pytest.mark.parametrize(
-    ("options", "clients"),
-    [
-        ({"min_clients": 3}, 2),
-        ({"min_clients": 2, "aggregation": "krum"}, 9),
-        ({"min_clients": 7, "aggregation": "multi_krum"}, 9),
-    ],
-)
-def test_a_floor_that_no_round_can_reach_is_refused(options: dict[str, Any], clients: int) -> None:
-    for method in (RedGrape, Creff):
-        with pytest.raises(ConfigError, match="no class would ever be released"):
-            method(**options).check_clients(clients)
-    RedGrape(**options, use_prototypes=False).check_clients(clients)
-    RedGrape(**{**options, "min_clients": 1}).check_clients(clients)
+def test_min_count_decides_what_a_client_reports() -> None:
+    counts = [9, 8, 5, 2]
+    for least in (1, 5, 8, 10):
+        site = ClientSite(build, 1, C, 0, 2, 5, CPU, 0, toys.examples(counts, shape=SHAPE), least)
+        assert site.reported.tolist() == [n >= least for n in counts]
+    assert not class_rows(parts_of(RedGrape(use_prototypes=False)))
 
 
 def test_robust_rules_keep_the_floor() -> None:
     counts = [[5, 4, 3, 0], [4, 4, 0, 2], [3, 4, 2, 0], [3, 0, 2, 0]]
     for rule in ("median", "trimmed_mean", "norm_clipping"):
-        method = RedGrape(**small(aggregation=rule, min_clients=4))
-        after = one_round(method, counts)[2]
+        after = one_round(RedGrape(**small()), counts, rule=rule, min_clients=4).after
         assert after["seen"].tolist() == [True, False, False, False]
         assert not after["prototypes"]["weight"][1:].any()
 
 
 def test_the_number_of_contributors_is_recorded() -> None:
-    method = RedGrape(**small(min_count=3))
-    _, updates, after = one_round(method, [[5, 4, 2, 0], [4, 1, 0, 3]])
-    assert method.log(after, updates)["class_contributors"].tolist() == [2, 1, 0, 1]
-    assert contributors([], 3).tolist() == [0, 0, 0]
+    record = one_round(RedGrape(**small()), [[5, 4, 2, 0], [4, 1, 0, 3]], min_count=3, min_clients=2).received.record()
+    assert record["class_contributors"] == [2, 1, 0, 1]
+    assert record["class_released"] == [True, False, False, False]
 
 
 # Noise
+
+NOISY = Exchange(clip=1.0, noise=0.5, class_clip=1.0, class_noise=0.5, randomness="seed")
 
 
 def test_noise_is_standard_normal() -> None:
@@ -362,78 +313,35 @@ def test_noise_hangs_on_key_purpose_and_value() -> None:
     assert noise.gaussian(b"", 0).shape == (0,)
 
 
-def test_an_update_counts_at_most_its_clip_and_clients_count_alike() -> None:
-    """By hand: two clients with deltas of length 5 and 0.5, clip 1: (u/5 + v) / 2, whatever their counts."""
-    method = FedAvg(dp_clip=1.0)
-    model = {"classifier.weight": torch.zeros(2, 2)}
-    long, short = torch.tensor([[3.0, 0.0], [0.0, 4.0]]), torch.tensor([[0.3, 0.4], [0.0, 0.0]])
-    updates = {
-        k: {"delta": {"classifier.weight": d}, "buffers": {}, "count": torch.tensor(n), "loss": torch.tensor(0.0)}
-        for k, d, n in ((0, long, 900), (1, short, 1))
-    }
-    moved = method.averaged_model(model, method.counted(updates))
-    torch.testing.assert_close(moved["classifier.weight"], (long / 5 + short) / 2)
+def test_noise_needs_a_secret_or_the_seed() -> None:
+    """Both the model and the second classifier get it; another secret gives other noise, and no print shows it."""
+    method, noise = RedGrape(**small()), {"clip": 0.1, "noise": 3.0}
+    before, updates, _, clean = one_round(method, [[5, 4, 3, 0], [4, 4, 0, 2], [4, 4, 2, 2]], clip=0.1)
+    parts = method.parts(before["model"], site_of(3))
 
+    def made(site: ServerSite, **more: Any) -> Any:
+        return method.server_update(before, Exchange(**noise, **more).receive(updates, parts, site), site)
 
-def test_the_clip_is_over_all_groups_of_an_update_together() -> None:
-    method = RedGrape(**small(dp_clip=0.01))
-    _, updates, _ = one_round(method, [[5, 4, 3, 0], [4, 4, 0, 2]])
-    for update in method.counted(updates).values():
-        squares = [float(t.square().sum()) for group in ("delta", "delta_W_hat") for t in update[group].values()]
-        assert math.sqrt(sum(squares)) == pytest.approx(0.01, rel=1e-4)
-
-
-def test_noise_on_the_model_has_the_size_that_is_asked_for() -> None:
-    """The standard deviation of a released number is dp_noise dp_clip / clients, in model and second classifier."""
-    counts = [[5, 4, 3, 0], [4, 4, 0, 2], [4, 4, 2, 2]]
-    plain = RedGrape(**small(dp_clip=0.1))
-    noisy = RedGrape(**small(dp_clip=0.1, dp_noise=3.0, dp_randomness="seed"))
-    before, updates, clean = one_round(plain, counts)
-    site = site_of(3)
-    found = noisy.server_update(before, noisy.counted(updates), site)
-    for group in ("model", "W_hat"):
-        added = torch.cat([(found[group][n] - clean[group][n]).flatten().double() for n in clean[group]])
-        assert float(added.std()) == pytest.approx(0.1, rel=0.35 if group == "W_hat" else 0.05)
-    assert tree.equal(found, noisy.server_update(before, noisy.counted(updates), site))
     with pytest.raises(ConfigError, match="needs a secret"):
-        RedGrape(**small(dp_clip=0.1, dp_noise=3.0)).server_update(before, updates, site)
-    secret = [site_of(3, secret=bytes([i]) * 32) for i in (1, 2)]
-    one, two = (RedGrape(**small(dp_clip=0.1, dp_noise=3.0)).server_update(before, updates, s) for s in secret)
-    assert not torch.equal(one["model"]["classifier.weight"], two["model"]["classifier.weight"])
-    assert "secret" not in repr(secret[0])
+        made(site_of(3))
+    sites = [site_of(3, secret=bytes([i]) * 32) for i in (1, 2)]
+    found = [made(site_of(3), randomness="seed"), *(made(site) for site in sites)]
+    assert tree.equal(found[0], made(site_of(3), randomness="seed")) and tree.equal(found[1], made(sites[0]))
+    assert "secret" not in repr(sites[0]) and repr(bytes([1]) * 32) not in repr(sites[0])
+    for group, name in (("model", "classifier.weight"), ("W_hat", "weight")):
+        released = [state[group][name] for state in [clean, *found]]
+        for i, one in enumerate(released):
+            assert not any(torch.equal(one, other) for other in released[i + 1 :])
 
 
-def test_prototypes_are_clipped_class_by_class() -> None:
-    """By hand, without noise: every client's prototype of a class, weight and bias together, at most `longest`."""
-    counts = [[5, 4, 3, 0], [4, 4, 0, 2]]
-    longest = 0.05
-    _, updates, after = one_round(RedGrape(**small(prototype_clip=longest)), counts)
-    for c in range(C):
-        rows = []
-        for update in updates.values():
-            sent = update["prototypes"]
-            if c in sent["classes"].tolist():
-                i = sent["classes"].tolist().index(c)
-                g = torch.cat([sent["weight"][i].flatten(), sent["bias"][i]]).double()
-                assert float(g.norm()) > longest
-                rows.append(g * longest / g.norm())
-        table = after["prototypes"]
-        new = torch.cat([table["weight"][c].flatten(), table["bias"][c]])
-        torch.testing.assert_close(new.double(), torch.stack(rows).mean(dim=0), rtol=1e-5, atol=1e-7)
-    unclipped = one_round(RedGrape(**small(prototype_clip=1e6)), counts)[2]
-    plain = one_round(RedGrape(**small()), counts)[2]
-    torch.testing.assert_close(unclipped["prototypes"], plain["prototypes"])
-
-
-def test_noise_on_prototypes_falls_on_sums_and_numbers() -> None:
+def test_noise_on_class_rows_falls_on_sums_and_numbers() -> None:
     """Of 40 clients with one class: mean = (sum + noise) / (40 + noise); a class that nobody has is held back."""
-    method = RedGrape(min_clients=3, prototype_clip=2.0, prototype_noise=0.5, dp_randomness="seed")
-    g = torch.full((C, 30), 0.05)
-    sent = [{"classes": torch.tensor([1]), "weight": g[None], "bias": torch.zeros(1, C)} for _ in range(40)]
-    old = no_table({"weight": torch.zeros(C, 30), "bias": torch.zeros(C)})
+    exchange = Exchange(min_clients=3, class_clip=2.0, class_noise=0.5, randomness="seed")
+    parts: Parts = {"rows": ClassRows({"weight": torch.zeros(C, 30)})}
+    updates = {k: {"rows": {"classes": torch.tensor([1]), "weight": torch.full((1, C, 30), 0.05)}} for k in range(40)}
     scales, added, empty = [], [], 0
     for round in range(1, 41):
-        table, released = method._noisy_prototypes(sent, old, 2.0, site_of(40, round))
+        table, released = exchange.receive(updates, parts, site_of(40, round)).table("rows")
         assert bool(released[1])
         empty += int(released[[0, 2, 3]].sum())
         scale = float(table["weight"][1].mean()) / 0.05
@@ -444,25 +352,14 @@ def test_noise_on_prototypes_falls_on_sums_and_numbers() -> None:
     assert float(torch.stack(added).std()) == pytest.approx(0.5 * 2.0, rel=0.05)
 
 
-def test_methods_that_let_out_more_than_averages_refuse_noise() -> None:
-    class Heir(FedAvg):
-        """May let out anything."""
-
-    for method in (Creff, Scaffold, Heir):
-        with pytest.raises(ConfigError, match="lets out more than an average with noise"):
-            method(dp_clip=1.0, dp_noise=1.0)
-        method(dp_clip=1.0)
-    FedAvgM(dp_clip=1.0, dp_noise=1.0)
-
-
 @needs_accountant
 def test_running_statistics_are_refused() -> None:
     net = partial(nets.build, "resnet8", (3, 8, 8), C, 0)
     x = torch.rand(8, 3, 8, 8)
     data = rg.Federation([rg.Examples(x, torch.arange(8) % C)], rg.Examples(x, torch.arange(8) % C), C)
     with pytest.raises(ConfigError, match="running statistics"):
-        rg.Training(FedAvg(dp_clip=1.0, dp_noise=1.0), data, net, rounds=1)
-    rg.Training(FedAvg(dp_clip=1.0, dp_noise=1.0, freeze_encoder=True), data, net, rounds=1).close()
+        rg.Training(FedAvg(), data, net, rounds=1, exchange=NOISY)
+    rg.Training(FedAvg(freeze_encoder=True), data, net, rounds=1, exchange=NOISY).close()
 
 
 def test_a_missing_accountant_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -471,13 +368,16 @@ def test_a_missing_accountant_is_one_line(monkeypatch: pytest.MonkeyPatch) -> No
         account.check_installed()
 
 
-CONTRACT = ["same_seed_gives_same_bits", "resumed_run_equals_straight_run", "any_clients_may_be_missing"]
-
-
-@pytest.mark.parametrize("clause", [*CONTRACT, "nothing_that_was_passed_is_modified"])
-def test_noise_keeps_the_contract(clause: str) -> None:
-    seed = {"dp_clip": 1.0, "dp_noise": 0.5, "dp_randomness": "seed"}
-    testing.CHECKS[clause](RedGrape(**seed, prototype_clip=1.0, prototype_noise=0.5))
+def test_noise_keeps_the_contract() -> None:
+    """A second run, and one resumed after any round, have the same bits; any clients may be missing."""
+    case = testing._named_net("mlp")
+    run = partial(testing._run, testing._small(RedGrape()), case, exchange=NOISY)
+    straight = run()
+    testing._must_equal(straight, run(), "a second run")
+    for state in straight[:-1]:
+        stored = RunState(state.round, tree.from_bytes(tree.to_bytes(state.server)), state.clients)
+        testing._must_equal(straight[state.round :], run(start=stored), f"the run resumed after round {state.round}")
+    testing._check_finite(run(partial(testing._Dropping, keep=[1])), "one answer a round")
 
 
 # Epsilon
@@ -507,25 +407,57 @@ def closed_form(mechanisms: Sequence[Mechanism], rounds: int, delta: float) -> f
 @pytest.mark.parametrize(("model", "prototypes"), [(1.0, 10.0), (5.0, 20.0), (20.0, 100.0)])
 def test_epsilon_is_that_of_the_closed_form(model: float, prototypes: float, rounds: int) -> None:
     """Never below the exact value, and at most 12 % above, which the step from Renyi divergence costs."""
-    mechanisms = RedGrape(dp_clip=1.0, dp_noise=model, prototype_clip=1.0, prototype_noise=prototypes).mechanisms(10)
+    exchange = Exchange(clip=1.0, noise=model, class_clip=1.0, class_noise=prototypes)
+    mechanisms = exchange.mechanisms(parts_of(RedGrape()), 10)
     exact = closed_form(mechanisms, rounds, 1e-5)
     found = epsilon(mechanisms, rounds, 1e-5)
     assert exact - 1e-6 <= found <= 1.12 * exact
 
 
-@needs_accountant
-def test_prototypes_and_model_are_counted_together() -> None:
-    def spent(**options: Any) -> float:
-        return epsilon(RedGrape(dp_clip=1.0, prototype_clip=1.0, **options).mechanisms(10), 5, 1e-5)
+@pytest.mark.parametrize("name", methods.names())
+def test_mechanisms_follow_from_the_parts(name: str) -> None:
+    """The model once, whatever number of directions are clipped together. Of each class of class rows the sum and the
+    number of clients. Noise on one of them alone counts the other as bare, and none at all counts nothing."""
+    parts = parts_of(methods.load(name)())
+    rows = {"redgrape": [("prototypes", 5.0, 14)], "creff": [("class_gradients", 5.0, 14)]}.get(name, [])
+    assert Exchange(clip=1.0, class_clip=1.0).mechanisms(parts, 7) == []
+    both = Exchange(clip=1.0, noise=2.0, class_clip=1.0, class_noise=5.0).mechanisms(parts, 7)
+    assert both == [("model", 2.0, 1), *rows]
+    alone = Exchange(class_clip=1.0, class_noise=5.0).mechanisms(parts, 7)
+    assert alone == ([("model", 0.0, 1), *rows] if rows else [])
+    if name == "scaffold":
+        assert directions(parts) == ["delta", "delta_c"]
 
-    both = spent(dp_noise=2.0, prototype_noise=10.0)
-    without = spent(dp_noise=2.0, use_prototypes=False)
+
+@needs_accountant
+def test_class_rows_and_model_are_counted_together() -> None:
+    def spent(method: Any, rounds: int = 5, **settings: Any) -> float:
+        exchange = Exchange(clip=1.0, class_clip=1.0, **settings)
+        return epsilon(exchange.mechanisms(parts_of(method), 10), rounds, 1e-5)
+
+    both = spent(RedGrape(), noise=2.0, class_noise=10.0)
+    without = spent(RedGrape(use_prototypes=False), noise=2.0)
     assert without < both < math.inf
-    assert spent(dp_noise=2.0) == spent(prototype_noise=2.0) == math.inf  # the other part has none
-    assert epsilon(FedAvg(dp_clip=1.0, dp_noise=2.0).mechanisms(10), 5, 1e-5) == without
-    assert epsilon(FedAvg().mechanisms(10), 5, 1e-5) == math.inf
-    assert epsilon(FedAvg(dp_clip=1.0, dp_noise=2.0).mechanisms(10), 0, 1e-5) == 0
-    assert [m.times for m in RedGrape(dp_clip=1.0, dp_noise=1.0).mechanisms(7)] == [1, 14]
+    assert spent(RedGrape(), noise=2.0) == spent(RedGrape(), class_noise=2.0) == math.inf  # the other part has none
+    assert spent(FedAvg(), noise=2.0) == spent(Scaffold(), noise=2.0) == without
+    assert spent(FedAvg()) == math.inf
+    assert spent(FedAvg(), rounds=0, noise=2.0) == 0
+
+
+def test_in_a_secure_sum_a_lying_site_is_not_bounded() -> None:
+    """The server clips (30, 40) to length 1. In a sum nobody sees it, and a site that does not clip counts in full."""
+    parts: Parts = {"delta": Direction({"w": torch.zeros(2)}), "count": Count()}
+    exchange, site = Exchange(clip=1.0), toys.server_site(2, C)
+    honest, long = ({"delta": {"w": torch.tensor(w)}, "count": torch.tensor(1)} for w in ([0.0, 0.0], [30.0, 40.0]))
+    plain = exchange.receive({0: honest, 1: long}, parts, site).mean("delta")["w"]
+    added = [exchange.summand(honest, parts, C), exchange.summand(long, parts, C)]
+    lie = [added[0], PLAIN.summand(long, parts, C)]
+    summed, lied = (
+        exchange.receive_sum(testing._sum(s), [0, 1], parts, {"w": torch.ones(2)}, site).mean("delta")["w"]
+        for s in (added, lie)
+    )
+    assert plain.tolist() == summed.tolist() == pytest.approx([0.3, 0.4]) and lied.tolist() == [15, 20]
+    assert "A lying client is not bounded then" in str(exchange_module.__doc__)
 
 
 # The ledger
@@ -533,9 +465,7 @@ def test_prototypes_and_model_are_counted_together() -> None:
 
 def private_run(tiny: Callable[..., dict[str, Any]], **more: Any) -> dict[str, Any]:
     values = tiny(rounds=4, method__name="redgrape", clients_per_round=2)
-    noise = {"dp_clip": 1.0, "dp_noise": 2.0, "prototype_clip": 1.0, "prototype_noise": 5.0}
-    values["method"] |= {**noise, "min_clients": 1, **more}
-    return values
+    return values | {"exchange": {"clip": 1.0, "noise": 2.0, "class_clip": 1.0, "class_noise": 5.0, **more}}
 
 
 def carried_out(path: Path, values: dict[str, Any], rounds: int | None = None) -> RunFolder:
@@ -570,11 +500,32 @@ def test_epsilon_is_on_the_disk_before_the_round_is(tiny: Callable[..., dict[str
         pass
     assert len(seen) == 4 and seen == sorted(seen)
     releases = PrivacyLedger(folder.path).releases()
-    mechanisms = folder.experiment().method.create().mechanisms(4)  # type: ignore[attr-defined]
+    mechanisms = folder.experiment().exchange.mechanisms(parts_of(RedGrape()), 4)
     took_part = [k for r in releases for k in r["clients"]]
     most = max(took_part.count(k) for k in took_part)
     assert releases[-1]["most_rounds"] == most
     assert seen[-1] == epsilon(mechanisms, most, 1e-5)
+
+
+class SummedRun(Run):
+    """A run of clients whose answers come as secure sums."""
+
+    def _engine(self) -> Any:
+        return toys.Summing
+
+
+@needs_accountant
+def test_a_secure_sum_spends_what_updates_spend(tiny: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
+    """The clip is at the sites then, and goes together with noise. The ledger has the same lines but for digests."""
+    ledgers = []
+    for kind in (Run, SummedRun):
+        folder = RunFolder.create(tmp_path / kind.__name__, Experiment.parse(private_run(tiny)))
+        records = [step.record for step in kind(folder, workers=1).steps()]
+        releases = PrivacyLedger(folder.path).releases()
+        assert [record["epsilon"] for record in records] == [release["epsilon"] for release in releases]
+        bits = ("digest", "checksum")
+        ledgers.append([{key: value for key, value in r.items() if key not in bits} for r in releases])
+    assert ledgers[0] == ledgers[1] and len(ledgers[0]) == 4 and 0 < ledgers[0][-1]["epsilon"] < math.inf
 
 
 @needs_accountant
@@ -718,10 +669,9 @@ def test_a_damaged_ledger_is_noticed_and_a_torn_line_is_cut(tmp_path: Path) -> N
     assert lines.read_bytes() == whole.split(b"\n")[0] + b"\n"
 
 
+@needs_accountant
 def test_noise_of_the_seed_needs_no_key(tiny: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
-    if importlib.util.find_spec("dp_accounting") is None:
-        pytest.skip("the extra redgrape[dp] is not installed")
-    values = private_run(tiny, dp_randomness="seed") | {"rounds": 2}
+    values = private_run(tiny, randomness="seed") | {"rounds": 2}
     one, two = carried_out(tmp_path / "one", values), carried_out(tmp_path / "two", values)
     assert not (one.path / "noise.key").exists()
     assert one.summary()["state"] == two.summary()["state"]  # type: ignore[index]
@@ -759,7 +709,7 @@ def test_the_report_counts_what_happened(
     tiny: Callable[..., dict[str, Any]], tmp_path: Path, least: int, clients: int
 ) -> None:
     values = tiny(rounds=5, method__name="redgrape", data__clients=8, data__alpha=0.3, clients_per_round=3, seed=5)
-    values["method"] |= {"min_count": least, "min_clients": clients}
+    values["exchange"] = {"min_count": least, "min_clients": clients}
     folder = carried_out(tmp_path / "run", values)
     expected = by_hand(folder, least, clients)
     facts = disclosed(RunView.read(folder.path))
@@ -836,21 +786,44 @@ def test_the_command(tiny: Callable[..., dict[str, Any]], tmp_path: Path, capsys
     ("method", "word"),
     [
         ("fedavg", "no class by name"),
-        ("creff", "through the classifier that the server re-trains"),
-        ("balanced_softmax", "how many examples of each class it has"),
+        ("creff", "what the server makes of class rows of 4 of 4 classes"),
+        ("balanced_softmax", "each client was asked for its class_counts. The method needs the sum alone"),
     ],
 )
 def test_other_methods_are_told_of_too(
     tiny: Callable[..., dict[str, Any]], tmp_path: Path, method: str, word: str
 ) -> None:
     values = tiny(rounds=1, method__name=method)
-    values["method"] |= (
-        {"prior": "global"} if method == "balanced_softmax" else Creff.cheap if method == "creff" else {}
-    )
+    values["method"] |= {"prior": "global"} if method == "balanced_softmax" else methods.load(method).cheap
     folder = carried_out(tmp_path / "run", values)
-    assert word in " ".join(
-        sentence for party in in_words(disclosed(RunView.read(folder.path))).values() for sentence in party
-    )
+    words = in_words(disclosed(RunView.read(folder.path)))
+    assert word in " ".join(sentence for party in words.values() for sentence in party)
+
+
+def test_what_is_disclosed_follows_from_the_parts() -> None:
+    """Gradients of fewer examples than classes can be solved for them, other rows of one alone; counts, a survey and a
+    look at single updates are named."""
+    delta: Parts = {"delta": Direction({"w": torch.zeros(1)}), "count": Count()}
+    like = {"weight": torch.zeros(C, 2), "bias": torch.zeros(C)}
+    assert told_by(PLAIN, delta, {}, "", C) == {
+        "beyond_averaging": "",
+        "class_reports": None,
+        "randomness": "secret",
+    }
+    asked = told_by(PLAIN, delta, {"holders": 1}, "it runs each model", C)["beyond_averaging"]
+    assert "asked for its holders" in asked and "The server looks at single updates: it runs each model." in asked
+    floors = Exchange(min_count=3, min_clients=2, rule="median", byzantine=2, randomness="seed")
+    told = told_by(floors, {**delta, "g": ClassRows(like, "count", gradient=True)}, {}, "", C)
+    assert told["class_reports"] == {
+        "min_count": 3,
+        "min_clients": 2,
+        "fewest_contributors": 5,
+        "solvable_up_to": C - 1,
+        "beside_gradients": ["the number of examples behind every class that is reported"],
+    }
+    assert told["randomness"] == "seed"
+    for words in ("the classifier's gradient on each of its classes ('g')", "how many examples of each", "from 3 exam"):
+        assert words in told["beyond_averaging"]
 
 
 @pytest.mark.parametrize("known", [True, False])
@@ -882,9 +855,8 @@ def test_what_clients_tell_beside_their_gradients_is_in_the_report(
 def test_a_run_in_the_papers_mode_says_what_it_gives_away(
     tiny: Callable[..., dict[str, Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def told(name: str, *options: str, **method: Any) -> list[str]:
-        values = tiny(rounds=1, method__name="redgrape")
-        values["method"] |= method
+    def told(name: str, *options: str, **exchange: Any) -> list[str]:
+        values = tiny(rounds=1, method__name="redgrape") | {"exchange": exchange}
         folder = RunFolder.create(tmp_path / name, Experiment.parse(values))
         assert cli.run(["resume", str(folder.path), "--workers", "1", *options]) == 0
         return [line for line in capsys.readouterr().err.splitlines() if "privacy" in line]

@@ -30,8 +30,8 @@ from forgery import vouch_for
 from redgrape.cli import main as cli
 from redgrape.errors import ConfigError
 from redgrape.reading.page import figures, reading
-from redgrape.reading.page.figures import page_data, text
-from redgrape.reading.page.reading import Reading, is_locked
+from redgrape.reading.page.figures import text
+from redgrape.reading.page.reading import is_locked
 from redgrape.reading.page.serve import Server
 from redgrape.reading.run_tables import FIGURES
 from redgrape.runs.experiment import Experiment
@@ -204,26 +204,7 @@ def test_page_holds_the_data_of_every_chart(runs: Path, tmp_path: Path) -> None:
         for name in (*FIGURES, "loss", "train", "evaluate", "down", "up"):
             assert all(value is not None for value in columns[name]), name
         is_redgrape = "redgrape" in key
-        assert (run["served"] is not None) == is_redgrape
         assert (columns["age"][0] is not None) == is_redgrape
-
-
-def test_served_counts_classes_by_threshold_and_prototypes(copied: Path) -> None:
-    run = copied / "redgrape-seed0"
-    environment = json.loads((run / "environment.json").read_bytes())
-    environment["client_counts"] = [[24, 8, 7, 0], [0, 0, 0, 0], [8, 8, 8, 9]]
-    (run / "environment.json").write_text(json.dumps(environment))
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    lines[-1] |= {"prototype_seen": [True, True, True, False], "prototype_age": [0, 2, 5, 0]}
-    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    vouch_for(run)
-    assert page_data({"r": Reading.of(run)})["runs"]["r"]["served"] == [[2, 1, 1], [0, 3, 1], [4, 0, 0]]
-    toml = run / "experiment.toml"
-    toml.write_text(
-        toml.read_text().replace('max_age = "none"', "max_age = 2").replace("threshold = 8.0", "threshold = inf")
-    )
-    vouch_for(run)
-    assert page_data({"r": Reading.of(run)})["runs"]["r"]["served"] == [[0, 2, 2]] * 3
 
 
 def test_the_commands_describe_the_runs(runs: Path, tmp_path: Path) -> None:
@@ -276,15 +257,15 @@ def test_a_run_of_before_an_option_existed_is_of_the_same_setting(copied: Path, 
 
 
 def aged(run: Path) -> Path:
-    """Prototypes of this run get older, and one class never has any."""
+    """What is known of classes of this run gets older, and one class never is released."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     for i, line in enumerate(lines):
-        line |= {"prototype_seen": [True, True, True, False], "prototype_age": [0, 0, i, 0]}
+        line |= {"class_released": [True, True, i == 0, False]}
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     return vouch_for(run)
 
 
-def test_ages_are_those_of_prototypes_that_there_are(copied: Path, tmp_path: Path) -> None:
+def test_ages_count_rounds_since_a_class_was_released(copied: Path, tmp_path: Path) -> None:
     run = aged(copied / "redgrape-seed0")
     ages = data_of(written(run, out=tmp_path / "page.html"))["rounds"][str(run)]["age"]
     assert ages == [[0, 0, i, None] for i in range(ROUNDS)]
@@ -828,8 +809,7 @@ CHARTS = [
     "Norm of the classifier's weights per class",
     "Training examples of each class",
     "Training examples of each client and class",
-    "Classes served by real data and by prototypes, per client",
-    "Age of each class's prototype over the rounds",
+    "Age of what is known of each class over the rounds",
     "Seconds a round per method",
     "Megabytes a client and round per method",
 ]

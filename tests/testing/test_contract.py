@@ -10,13 +10,19 @@ import numpy as np
 import pytest
 import torch
 from pydantic import ConfigDict, PrivateAttr
+from torch import Tensor
 
 from redgrape import methods, testing, tree
+from redgrape.exchange import Exchange, Sum
 from redgrape.method import ClientSite, Method
 from redgrape.methods.balanced_softmax import BalancedSoftmax
 from redgrape.methods.fedavg import FedAvg
 from redgrape.methods.logit_adjustment import LogitAdjustment
 from redgrape.methods.redgrape import RedGrape
+from redgrape.testing.cases import Case, float64_net, run, server_site, small
+from redgrape.testing.clauses import check_finite, crossing, must_equal
+from redgrape.testing.engines import Reversed
+from redgrape.training import exchanged
 
 
 @pytest.mark.parametrize("clause", testing.CHECKS)
@@ -26,7 +32,7 @@ def test_every_method_keeps_the_contract(name: str, clause: str) -> None:
 
 
 def test_four_workers() -> None:
-    testing.engines_agree(RedGrape(), [4])
+    testing.CHECKS["engines_agree"](RedGrape(), [4])
 
 
 PATHS = [
@@ -62,8 +68,8 @@ class Stateful(FedAvg):
         last = {**state["last"], **{name: t.clone() for name, t in update["delta"].items()}}
         return update, {"visits": state["visits"] + 1, "last": last}
 
-    def server_update(self, server, updates, site):
-        model = self.averaged_model(server["model"], updates)
+    def server_update(self, server, received, site):
+        model = received.moved(server["model"], self.server_lr)
         return {"model": model, "momentum": tree.sub(model, server["model"])}
 
 
@@ -77,9 +83,9 @@ class Thawed(FedAvg):
 
 
 class StateOnSelf(FedAvg):
-    def server_update(self, server, updates, site):
+    def server_update(self, server, received, site):
         object.__setattr__(self, "rounds_done", site.round)
-        return super().server_update(server, updates, site)
+        return super().server_update(server, received, site)
 
 
 class StateInPrivateAttribute(FedAvg):
@@ -115,8 +121,8 @@ class FloatLeaf(Changed):
 
 
 class FloatLeafInServer(FedAvg):
-    def server_update(self, server, updates, site):
-        return super().server_update(server, updates, site) | {"progress": site.round / site.rounds}
+    def server_update(self, server, received, site):
+        return super().server_update(server, received, site) | {"progress": site.round / site.rounds}
 
 
 class NumberedLeaves(Changed):
@@ -141,17 +147,20 @@ class ModifiesBroadcast(Changed):
 
 
 class ModifiesServer(FedAvg):
-    def server_update(self, server, updates, site):
-        new = super().server_update(server, updates, site)
+    def server_update(self, server, received, site):
+        new = super().server_update(server, received, site)
         server["model"]["classifier.bias"].copy_(new["model"]["classifier.bias"])
         return new
 
 
 class ModifiesUpdates(FedAvg):
-    def server_update(self, server, updates, site):
-        for update in updates.values():
-            update["delta"]["classifier.bias"].clamp_(-1e-3, 1e-3)
-        return super().server_update(server, updates, site)
+    def needs_single(self):
+        return "the server shortens the bias of each"
+
+    def server_update(self, server, received, site):
+        for delta in received.each("delta").values():
+            delta["classifier.bias"].clamp_(-1e-3, 1e-3)
+        return super().server_update(server, received, site)
 
 
 class ModifiesClientState(Stateful):
@@ -177,8 +186,8 @@ class SendsTheData(Changed):
 
 
 class LosesAName(FedAvg):
-    def server_update(self, server, updates, site):
-        model = self.averaged_model(server["model"], updates)
+    def server_update(self, server, received, site):
+        model = received.moved(server["model"], self.server_lr)
         return {"model": {name: t for name, t in model.items() if not name.endswith("num_batches_tracked")}}
 
 
@@ -194,19 +203,19 @@ class ModelElsewhere(FedAvg):
     def broadcast(self, server):
         return {"model": server["weights"]}
 
-    def server_update(self, server, updates, site):
-        return {"weights": self.averaged_model(server["weights"], updates)}
+    def server_update(self, server, received, site):
+        return {"weights": received.moved(server["weights"], self.server_lr)}
 
 
 class FloatCounter(FedAvg):
-    def server_update(self, server, updates, site):
-        model = self.averaged_model(server["model"], updates)
+    def server_update(self, server, received, site):
+        model = received.moved(server["model"], self.server_lr)
         return {"model": {n: t.float() if n.endswith("num_batches_tracked") else t for n, t in model.items()}}
 
 
 class ExtrapolatesVariances(FedAvg):
-    def server_update(self, server, updates, site):
-        new = super().server_update(server, updates, site)["model"]
+    def server_update(self, server, received, site):
+        new = super().server_update(server, received, site)["model"]
         name = "encoder.2.running_var"
         return {"model": {**new, name: server["model"][name] + 100 * (new[name] - server["model"][name])}}
 
@@ -214,8 +223,8 @@ class ExtrapolatesVariances(FedAvg):
 class Noisy(FedAvg):
     """Adds a number to the classifier's bias on the server."""
 
-    def server_update(self, server, updates, site):
-        model = self.averaged_model(server["model"], updates)
+    def server_update(self, server, received, site):
+        model = received.moved(server["model"], self.server_lr)
         return {"model": model | {"classifier.bias": model["classifier.bias"] + self.noise()}}
 
     def noise(self) -> float:
@@ -263,21 +272,19 @@ class RemembersWhoCameBefore(Changed):
 
 
 class NeedsTwoAnswers(FedAvg):
-    def server_update(self, server, updates, site):
-        spread = torch.stack([u["delta"]["classifier.bias"] for u in updates.values()]).std(dim=0, correction=0)
-        if len(updates) < 2:
+    def server_update(self, server, received, site):
+        deltas = received.each("delta").values()
+        spread = torch.stack([delta["classifier.bias"] for delta in deltas]).std(dim=0, correction=0)
+        if len(deltas) < 2:
             raise ValueError("the spread of one update")
-        return super().server_update(server, updates, site) | {"spread": spread}
+        return super().server_update(server, received, site) | {"spread": spread}
 
 
 class DividesByTheOthers(FedAvg):
-    def server_update(self, server, updates, site):
-        return super().server_update(server, updates, site) | {"share": torch.tensor(1.0) / (len(updates) - 1)}
-
-
-class TakesAnything(FedAvg):
-    def check_update(self, update, like, declared, site):
-        pass
+    def server_update(self, server, received, site):
+        return super().server_update(server, received, site) | {
+            "share": torch.tensor(1.0) / (len(received.clients) - 1)
+        }
 
 
 class ForgetsOnResume(FedAvg):
@@ -285,9 +292,9 @@ class ForgetsOnResume(FedAvg):
 
     _rounds: int = PrivateAttr(default=0)
 
-    def server_update(self, server, updates, site):
+    def server_update(self, server, received, site):
         self._rounds += 1
-        model = self.averaged_model(server["model"], updates)
+        model = received.moved(server["model"], self.server_lr)
         return {"model": model | {"classifier.bias": model["classifier.bias"] / self._rounds}}
 
 
@@ -302,24 +309,33 @@ class StateInTheModule(Changed):
         return update | {"count": update["count"] + _visits[0]}
 
 
-class MeanOfEachClass(Changed):
-    """NaN for a class without examples at the client."""
+class CountsClasses(FedAvg):
+    """A method whose clients also send what `counted` makes of their class counts."""
 
-    def change(self, update, broadcast, site):
-        counts = torch.bincount(site.data.labels, minlength=site.num_classes)
-        return update | {"share": counts / counts}
-
-
-class MeanOverAllClients(FedAvg):
-    """NaN for a class without examples among the clients that answered."""
+    def parts(self, model, site):
+        return {**super().parts(model, site), "classes": Sum({"counted": torch.zeros(site.num_classes)})}
 
     def client_update(self, broadcast, state, site):
         update, state = super().client_update(broadcast, state, site)
-        return update | {"counts": torch.bincount(site.data.labels, minlength=site.num_classes)}, state
+        return update | {"classes": {"counted": self.counted(site.class_counts.float())}}, state
 
-    def server_update(self, server, updates, site):
-        counts = torch.stack([u["counts"] for u in updates.values()]).sum(dim=0)
-        return super().server_update(server, updates, site) | {"inverse": counts / counts}
+    def counted(self, counts: Tensor) -> Tensor:
+        return counts
+
+
+class MeanOfEachClass(CountsClasses):
+    """NaN for a class without examples at the client."""
+
+    def counted(self, counts):
+        return counts / counts
+
+
+class MeanOverAllClients(CountsClasses):
+    """NaN for a class without examples among the clients that answered."""
+
+    def server_update(self, server, received, site):
+        counts = received.total("classes")["counted"]
+        return super().server_update(server, received, site) | {"inverse": counts / counts}
 
 
 class NeedsTwoExamples(Changed):
@@ -335,11 +351,10 @@ class CutsBatchesItself(FedAvg):
 
 
 class NeedsEveryClient(FedAvg):
-    def server_update(self, server, updates, site):
-        inverse = torch.zeros(site.num_clients)
-        for k in range(site.num_clients):
-            inverse[k] = 1.0 / float(updates[k]["count"])
-        return super().server_update(server, updates, site) | {"inverse": inverse}
+    def server_update(self, server, received, site):
+        counts = received.each("count")
+        inverse = torch.tensor([1.0 / float(counts[k]) for k in range(site.num_clients)])
+        return super().server_update(server, received, site) | {"inverse": inverse}
 
 
 class TooManyClients(Changed):
@@ -348,9 +363,9 @@ class TooManyClients(Changed):
 
 
 class NeedsBatchNorm(FedAvg):
-    def server_update(self, server, updates, site):
-        buffers = [u["buffers"]["encoder.2.running_mean"] for u in updates.values()]
-        return super().server_update(server, updates, site) | {"mean": torch.stack(buffers).mean(dim=0)}
+    def server_update(self, server, received, site):
+        mean = received.mean("buffers")["encoder.2.running_mean"]
+        return super().server_update(server, received, site) | {"mean": mean}
 
 
 class SinglePrecision(Changed):
@@ -358,22 +373,35 @@ class SinglePrecision(Changed):
         return update | {"delta": {name: t.float() for name, t in update["delta"].items()}}
 
 
-class SaysThatSumsAreEnough(NeedsTwoAnswers):
-    summable: ClassVar[bool] = True
+class SumsOnlyWhatItHolds(CountsClasses):
+    """Sends nothing for a class that the client does not hold."""
+
+    def client_update(self, broadcast, state, site):
+        update, state = super().client_update(broadcast, state, site)
+        return update if site.class_counts[0] else update | {"classes": {}}, state
 
 
-class SumsOnlyWhatItHolds(RedGrape):
-    summable: ClassVar[bool] = True
+class CountsItself(FedAvg):
+    """Uses how many clients there are, which a sum does not change, and what each counts, which it hides."""
 
-    def summand(self, update):
-        return FedAvg.summand(self, {n: g for n, g in update.items() if n != "prototypes"}) | {
-            "sent": update["prototypes"]
-        }
+    def server_update(self, server, received, site):
+        return super().server_update(server, received, site) | {"largest": max(received.each("count").values())}
 
 
-class GivesNoReason(FedAvg):
-    def why_not_summed(self):
-        return ""
+class KnowsWhatASumIs(FedAvg):
+    def server_update(self, server, received, site):
+        kind = torch.tensor(float(hasattr(received, "mean_update")))
+        return super().server_update(server, received, site) | {"kind": kind}
+
+
+class AnswersOneToASurvey(FedAvg):
+    def survey(self, site):
+        return {"clients": torch.tensor(1)}
+
+
+class AnswersWhatItHolds(FedAvg):
+    def survey(self, site):
+        return {"classes": site.class_counts.nonzero().flatten()}
 
 
 BROKEN: list[tuple[type[Method], str, str]] = [
@@ -408,10 +436,9 @@ BROKEN: list[tuple[type[Method], str, str]] = [
     (RemembersWhoCameBefore, "order_of_clients_changes_nothing", "reversed order"),
     (NeedsTwoAnswers, "any_clients_may_be_missing", "ValueError: the spread of one update"),
     (DividesByTheOthers, "any_clients_may_be_missing", "'share' is not finite"),
-    (TakesAnything, "bad_updates_are_left_out", "DIVERGED in round 1: server tensor"),
     (ForgetsOnResume, "resumed_run_equals_straight_run", "resumed after round 1"),
     (StateInTheModule, "engines_agree", "a pool of"),
-    (MeanOfEachClass, "clients_of_one_class", "'share' is not finite"),
+    (MeanOfEachClass, "clients_of_one_class", "'classes/counted' is not finite"),
     (MeanOverAllClients, "classes_that_nobody_holds", "'inverse' is not finite"),
     (NeedsTwoExamples, "clients_of_one_example", "one example has no neighbour"),
     (CutsBatchesItself, "last_batch_of_one", "more than 1 value per channel"),
@@ -419,9 +446,12 @@ BROKEN: list[tuple[type[Method], str, str]] = [
     (TooManyClients, "few_of_many_clients", "IndexError"),
     (NeedsBatchNorm, "every_kind_of_net", "'buffers'"),
     (SinglePrecision, "float64_stays_float64", "is torch.float32"),
-    (SaysThatSumsAreEnough, "sums_are_enough_where_it_says_so", "differs in 'spread'"),
+    (CountsItself, "sums_are_enough_where_it_says_so", "a secure sum has no single updates"),
+    (KnowsWhatASumIs, "sums_are_enough_where_it_says_so", "differs in 'kind'"),
     (SumsOnlyWhatItHolds, "sums_are_enough_where_it_says_so", "depends on the client"),
-    (GivesNoReason, "sums_are_enough_where_it_says_so", "says nothing"),
+    (CountsItself, "exchanges_carry_it", "a secure sum has no single updates"),
+    (AnswersOneToASurvey, "a_survey_of_nothing_is_zero", "must answer a survey with zeros"),
+    (AnswersWhatItHolds, "a_survey_of_nothing_is_zero", "client 0's answer .* other names or shapes"),
 ]
 
 
@@ -432,8 +462,56 @@ def test_every_offence_is_named(broken: type[Method], clause: str, sentence: str
 
 
 def test_every_clause_has_an_offender() -> None:
-    """Except the number of threads, which only the engine could let through."""
-    assert {clause for _, clause, _ in BROKEN} == testing.CHECKS.keys() - {"threads_change_nothing"}
+    """Except the number of threads, which only the engine could let through, and bad updates, which only the exchange
+    could."""
+    excepted = {"threads_change_nothing", "bad_updates_are_left_out"}
+    assert {clause for _, clause, _ in BROKEN} == testing.CHECKS.keys() - excepted
+
+
+def test_bad_updates_are_seen_if_the_exchange_lets_them_through(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Exchange, "check", lambda *_: None)
+    with pytest.raises(AssertionError, match="breaks 'bad_updates_are_left_out'"):
+        testing.CHECKS["bad_updates_are_left_out"](FedAvg())
+
+
+class Misspelt(FedAvg):
+    def client_update(self, broadcast, state, site):
+        return super().client_update(broadcast["modle"], state, site)
+
+
+class Asserting(FedAvg):
+    def server_update(self, server, received, site):
+        assert site.round == 2, "not the second round"
+        return super().server_update(server, received, site)
+
+
+class HandsOnNothing(FedAvg):
+    def broadcast(self, server):
+        return {"model": server["model"], "rate": torch.tensor(0.1)}
+
+    def criterion(self, broadcast, site):
+        return None
+
+
+@pytest.mark.parametrize("clause", ["leaves_are_named_tensors", "clients_of_one_class"])
+@pytest.mark.parametrize(
+    ("crashing", "cause", "where"),
+    [
+        (Misspelt, KeyError, rf"KeyError: 'modle' \({__file__}:\d+, in client_update\)"),
+        (Asserting, AssertionError, rf"AssertionError: not the second round.* \({__file__}:\d+, in server_update\)"),
+        (HandsOnNothing, TypeError, r"TypeError: .* \(.*fedavg\.py:\d+, in client_update\)"),
+    ],
+)
+def test_a_crash_is_told_with_its_line_in_the_method(crashing: Any, cause: Any, where: str, clause: str) -> None:
+    """In the method's own file, else in that of the method it builds on. The cause stays chained."""
+    with pytest.raises(AssertionError, match=rf"^{crashing.__name__} breaks '{clause}': {where}$") as told:
+        testing.CHECKS[clause](crashing())
+    assert type(told.value.__cause__) is cause
+
+
+def test_a_broken_clause_blames_no_line_of_the_method() -> None:
+    with pytest.raises(AssertionError, match=r"clone first$"):
+        testing.CHECKS["nothing_that_was_passed_is_modified"](ModifiesServer())
 
 
 def test_check_method_stops_at_the_first_offence() -> None:
@@ -451,26 +529,25 @@ def test_check_method_runs_every_clause(monkeypatch: pytest.MonkeyPatch) -> None
     assert ran[0][1] == FedAvg() and ran[-1][1] == FedAvg(lr=0.5)
 
 
-ROBUST_PATHS = [
-    "nothing_that_was_passed_is_modified",
-    "order_of_clients_changes_nothing",
-    "clients_of_one_class",
-    "float64_stays_float64",
-]
-
-
-@pytest.mark.parametrize("clause", ROBUST_PATHS)
-@pytest.mark.parametrize("rule", ["median", "trimmed_mean", "norm_clipping"])
+@pytest.mark.parametrize("rule", ["median", "trimmed_mean", "krum", "multi_krum", "norm_clipping"])
 @pytest.mark.parametrize("name", methods.names())
-def test_every_method_keeps_the_contract_with_a_robust_average(name: str, rule: str, clause: str) -> None:
-    testing.CHECKS[clause](methods.load(name)(aggregation=rule))
-
-
-@pytest.mark.parametrize("rule", ["krum", "multi_krum"])
-@pytest.mark.parametrize("name", methods.names())
-def test_ten_of_fifty_clients_with_krum(name: str, rule: str) -> None:
-    """The other clauses ask fewer clients than Krum needs."""
-    testing.CHECKS["few_of_many_clients"](methods.load(name)(aggregation=rule, byzantine=2))
+def test_every_method_keeps_the_contract_with_a_robust_rule(name: str, rule: Any) -> None:
+    """Nothing that was passed is modified, double precision stays, and the order of the clients changes nothing. Seven
+    clients, among them clients of a single class."""
+    counts = ((9, 0, 0, 0), (0, 8, 4, 0), (2, 0, 9, 1), (5, 3, 4, 2), (3, 3, 3, 3), (8, 8, 1, 0), (0, 0, 5, 0))
+    case = Case(counts, float64_net, clients_per_round=7, rounds=2, exchange=Exchange(rule=rule, byzantine=2))
+    method = small(methods.load(name)())
+    if case.exchange.refuses(exchanged(method, server_site(case))[0], single=method.needs_single()):
+        assert (name, rule) in {("climb", "norm_clipping"), ("climb", "multi_krum")}
+        return
+    kept = [(passed, tree.to_bytes(passed.tree)) for passed in crossing(method, case)]
+    for passed, bits in kept:
+        assert tree.to_bytes(passed.tree) == bits, passed.what
+        dtypes = {t.dtype for t in tree.flatten(passed.tree).values() if t.is_floating_point()}
+        assert dtypes <= {torch.float64}, passed.what
+    straight = run(method, case)
+    check_finite(straight, rule)
+    must_equal(straight, run(method, case, Reversed), "reversed order")
 
 
 VARIANTS = [

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import numpy as np
 import torch
@@ -50,27 +50,53 @@ class Declared:
     name: str = ""
 
 
-class Federation:
-    """Clients 0 .. K-1 with their training examples, and a test set (with a validation set, and with a small balanced
-    auxiliary set of the server's own, where there are).
+class ClientData(Protocol):
+    """What an engine needs of a federation: the examples of the clients that run there, and those for evaluation."""
 
-    Federation(clients=[Examples(x0, y0), Examples(x1, y1)], test=Examples(xt, yt), num_classes=4)
-    """
+    @property
+    def num_clients(self) -> int: ...
+    @property
+    def num_classes(self) -> int: ...
+    @property
+    def test(self) -> Examples: ...
+    @property
+    def validation(self) -> Examples | None: ...
+    def client(self, k: int) -> Examples: ...
+    def size(self, k: int) -> int: ...
 
-    evaluated_elsewhere = False  # whether the test set is where the clients are, and none here
 
-    def __init__(
-        self,
-        clients: Sequence[Examples],
-        test: Examples,
-        num_classes: int,
-        *,
-        validation: Examples | None = None,
-        auxiliary: Examples | None = None,
-        class_names: Sequence[str] | None = None,
-        client_names: Sequence[str] | None = None,
-        tail: Sequence[int] | None = None,
-    ) -> None:
+class FederatedData(ClientData, Protocol):
+    """What training needs of a federation, whose clients' examples may be elsewhere."""
+
+    @property
+    def auxiliary(self) -> Examples | None: ...
+    @property
+    def groups(self) -> Groups: ...
+    @property
+    def input_shape(self) -> tuple[int, ...]: ...
+    @property
+    def evaluated_elsewhere(self) -> bool:
+        """Whether the test set is where the clients are, and none here."""
+        ...
+
+    def declared(self, k: int) -> Declared:
+        """What a client has said of itself, to which its updates are held."""
+        ...
+
+    def sample(self, dtype: torch.dtype) -> torch.Tensor:
+        """Two inputs like those of the clients, to try a net on."""
+        ...
+
+
+@dataclass(frozen=True)
+class Pooled:
+    """One array of training examples, and each client's rows of it."""
+
+    train: Examples
+    parts: Sequence[Rows]
+
+    @classmethod
+    def of(cls, clients: Sequence[Examples]) -> Pooled:
         if not clients:
             raise DataError("a federation of no clients; pass at least one")
         first = clients[0]
@@ -80,21 +106,24 @@ class Federation:
                     f"client {k}'s inputs are {_kind(client)} ({client.x.dtype}), and client 0's {_kind(first)} "
                     f"({first.x.dtype}); they, and their augmentation, must agree"
                 )
-        pooled = Examples(
-            torch.cat([c.x if c.rows is None else c.x[c.rows] for c in clients]),
-            torch.cat([c.labels for c in clients]),
-            first.pixels,
-            first.augment,
-        )
+        x = torch.cat([c.x if c.rows is None else c.x[c.rows] for c in clients])
+        pooled = Examples(x, torch.cat([c.labels for c in clients]), first.pixels, first.augment)
         ends = np.cumsum([len(c) for c in clients])
-        parts = [np.arange(end - len(c), end) for c, end in zip(clients, ends, strict=True)]
-        self._set(pooled, parts, test, num_classes, validation, auxiliary, class_names, client_names, tail)
+        return cls(pooled, [np.arange(end - len(c), end) for c, end in zip(clients, ends, strict=True)])
 
-    @classmethod
-    def from_parts(
-        cls,
-        train: Examples,
-        parts: Sequence[Rows],
+
+class Federation:
+    """Clients 0 .. K-1 with their training examples, and a test set (with a validation set, and with a small balanced
+    auxiliary set of the server's own, where there are).
+
+    Federation(clients=[Examples(x0, y0), Examples(x1, y1)], test=Examples(xt, yt), num_classes=4)
+    """
+
+    evaluated_elsewhere = False
+
+    def __init__(
+        self,
+        clients: Sequence[Examples] | Pooled,
         test: Examples,
         num_classes: int,
         *,
@@ -103,24 +132,9 @@ class Federation:
         class_names: Sequence[str] | None = None,
         client_names: Sequence[str] | None = None,
         tail: Sequence[int] | None = None,
-    ) -> Federation:
-        """The same from one array of training examples and each client's rows of it, without a copy."""
-        federation = cls.__new__(cls)
-        federation._set(train, parts, test, num_classes, validation, auxiliary, class_names, client_names, tail)
-        return federation
-
-    def _set(
-        self,
-        train: Examples,
-        parts: Sequence[Rows],
-        test: Examples,
-        num_classes: int,
-        validation: Examples | None,
-        auxiliary: Examples | None,
-        class_names: Sequence[str] | None,
-        client_names: Sequence[str] | None,
-        tail: Sequence[int] | None,
     ) -> None:
+        pooled = clients if isinstance(clients, Pooled) else Pooled.of(clients)
+        train, parts = pooled.train, pooled.parts
         if not isinstance(num_classes, int) or num_classes < 2:
             raise DataError(f"num_classes is {num_classes}; there must be at least 2 classes")
         if class_names is not None and len(class_names) != num_classes:
@@ -162,6 +176,32 @@ class Federation:
         self.client_counts = counts.reshape(len(parts), num_classes)
         self.groups = Groups.by_count(self.class_counts.tolist(), tail)
 
+    @classmethod
+    def from_parts(
+        cls,
+        train: Examples,
+        parts: Sequence[Rows],
+        test: Examples,
+        num_classes: int,
+        *,
+        validation: Examples | None = None,
+        auxiliary: Examples | None = None,
+        class_names: Sequence[str] | None = None,
+        client_names: Sequence[str] | None = None,
+        tail: Sequence[int] | None = None,
+    ) -> Federation:
+        """The same from one array of training examples and each client's rows of it, without a copy."""
+        return cls(
+            Pooled(train, parts),
+            test,
+            num_classes,
+            validation=validation,
+            auxiliary=auxiliary,
+            class_names=class_names,
+            client_names=client_names,
+            tail=tail,
+        )
+
     @property
     def num_clients(self) -> int:
         return len(self.parts)
@@ -184,12 +224,10 @@ class Federation:
         return len(self.parts[k])
 
     def declared(self, k: int) -> Declared:
-        """What a client has said of itself, to which its updates are held."""
         counts = torch.from_numpy(self.client_counts[k])
         return Declared(int(counts.sum()), counts)
 
     def sample(self, dtype: torch.dtype) -> torch.Tensor:
-        """Two inputs like those of the clients, to try a net on."""
         return self.test.inputs(torch.zeros(2, dtype=torch.int64), dtype)
 
     @property

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from redgrape import determinism, tree
 from redgrape.data.examples import Examples
-from redgrape.data.federation import Federation
+from redgrape.data.federation import ClientData
 from redgrape.determinism import keep_freed_memory, same_bits_everywhere
 from redgrape.errors import ConfigError
 from redgrape.exchange import Exchange
@@ -79,7 +79,7 @@ class ClientHalf:
     """What any engine needs to run one client or evaluate one batch: the same code at every place."""
 
     method: Method
-    federation: Federation
+    federation: ClientData
     build: Callable[[], Net]
     seed: int
     rounds: int

@@ -31,6 +31,7 @@ from typing import Any, NamedTuple, Self
 
 import torch
 
+from redgrape.data.federation import Federation
 from redgrape.engines import Answer, ClientHalf, Lost, Split
 from redgrape.engines.shared_memory import Mailbox, SharedFederation
 from redgrape.errors import ConfigError, RedgrapeError
@@ -53,6 +54,7 @@ class Pool:
     def __init__(self, half: ClientHalf, workers: int, deadline: float | None = None) -> None:
         self._needs_main = _check_importable(half)
         self._half, self._deadline = half, deadline
+        assert isinstance(half.federation, Federation), "workers share the arrays of all clients"
         self._shared = SharedFederation(half.federation)
         self._context = _context(
             preload=[] if half.method.optimizer == "sgd" else ["torch._dynamo"]
@@ -348,7 +350,7 @@ def _serve(
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: do not outlive the parent
     threading.Thread(target=_end_with_coordinator, daemon=True).start()
     torch.set_num_threads(1)
-    half = ClientHalf(method, shared.federation(), build, seed, rounds, device, stack, exchange)
+    half = ClientHalf(method, shared.opened(), build, seed, rounds, device, stack, exchange)
     connection.send(("ready", None))
     payload: Any = None
     while True:

@@ -181,6 +181,27 @@ class MappedArray:
         return np.ndarray(self.shape, dtype, buffer=raw, strides=self.strides)
 
 
+@dataclass(frozen=True)
+class WorkerData:
+    """The data of a federation in a worker, which runs clients and evaluates models."""
+
+    num_classes: int
+    train: Examples
+    parts: list[NDArray[np.int64]]
+    test: Examples
+    validation: Examples | None
+
+    @property
+    def num_clients(self) -> int:
+        return len(self.parts)
+
+    def client(self, k: int) -> Examples:
+        return self.train.take(self.parts[k])
+
+    def size(self, k: int) -> int:
+        return len(self.parts[k])
+
+
 class SharedFederation:
     """A federation as it is sent to a worker."""
 
@@ -189,14 +210,11 @@ class SharedFederation:
         rows = np.concatenate(federation.parts)
         self._fields: dict[str, Any] = {
             "num_classes": federation.num_classes,
-            "class_names": federation.class_names,
-            "groups": federation.groups,
             "train": self._examples(federation.train),
             "test": self._examples(federation.test),
             "validation": self._examples(federation.validation),
             "rows": self._share(rows),
             "ends": np.cumsum([len(part) for part in federation.parts]),
-            "client_counts": self._share(federation.client_counts),
         }
 
     def _share(self, array: NDArray[Any]) -> Any:
@@ -222,17 +240,12 @@ class SharedFederation:
     def __setstate__(self, fields: dict[str, Any]) -> None:
         self._fields = fields
 
-    def federation(self) -> Federation:
-        """In the worker: the federation, looking into the shared arrays."""
+    def opened(self) -> WorkerData:
+        """In the worker: what looks into the shared arrays."""
         f: dict[str, Any] = {name: _opened(value) for name, value in self._fields.items()}
-        federation = Federation.__new__(Federation)
-        federation.train, federation.test = _look_into(f["train"]), _look_into(f["test"])
-        federation.validation = None if f["validation"] is None else _look_into(f["validation"])
-        federation.auxiliary = None  # the server's own
-        federation.parts = np.split(f["rows"], f["ends"][:-1])
-        federation.num_classes, federation.class_names = f["num_classes"], f["class_names"]
-        federation.client_counts, federation.groups = f["client_counts"], f["groups"]
-        return federation
+        validation = None if f["validation"] is None else _look_into(f["validation"])
+        parts = np.split(f["rows"], f["ends"][:-1])
+        return WorkerData(f["num_classes"], _look_into(f["train"]), parts, _look_into(f["test"]), validation)
 
     def close(self) -> None:
         for array in self._open.values():

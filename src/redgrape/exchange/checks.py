@@ -36,14 +36,42 @@ class TooLong(NotFinite):
     """An update too large to be plausible: training diverges, or the client lies."""
 
 
-def check(update: Any, parts: Parts, declared: Declared | None, num_classes: int) -> None:
+class Inspection:
+    """What every update of a round is held to: its parts, and the model that was sent. Made once a round."""
+
+    def __init__(self, parts: Parts, model: Tensors, num_classes: int) -> None:
+        self._parts, self._num_classes = parts, num_classes
+        self._expected = described(parts)
+        self._rows = tuple(f"{name}/" for name, part in parts.items() if isinstance(part, ClassRows))
+        self._own = max(1.0, length(model))
+
+    def lengths(self, update: Any, declared: Declared | None) -> dict[str, float]:
+        """The length of each part of an update, and of real numbers alone. UpdateRejected if the update is not as its
+        parts describe it; TooLong if a part is longer than training could make it. `declared`: what the client said of
+        itself. Running statistics have no length that means anything."""
+        check(update, self._parts, self._expected, self._rows, declared, self._num_classes)
+        measured = (name for name, part in self._parts.items() if not isinstance(part, Statistics))
+        found = {name: length({name: update.get(name, {})}) for name in measured}
+        for name, number in found.items():
+            if number > LONGEST * self._own:
+                own = f"over {LONGEST:g} times that of the model, {self._own:.3g}"
+                raise TooLong(f"'{name}' has the length {number:.3g}, {own}")
+        return found
+
+
+def check(
+    update: Any,
+    parts: Parts,
+    expected: Mapping[str, Tensor],
+    rows: tuple[str, ...],
+    declared: Declared | None,
+    num_classes: int,
+) -> None:
     """Raise UpdateRejected if the update is not as its parts describe it."""
     flat = named_tensors(update)
-    expected = described(parts)
-    rows = {f"{name}/" for name, part in parts.items() if isinstance(part, ClassRows)}
     check_names(flat, expected)
     for name, wanted in expected.items():
-        _check_kind(name, flat[name], wanted, is_rows=name.startswith(tuple(rows)))
+        _check_kind(name, flat[name], wanted, is_rows=name.startswith(rows))
     check_finite(flat)
     for name, part in parts.items():
         match part:
@@ -59,12 +87,12 @@ def check(update: Any, parts: Parts, declared: Declared | None, num_classes: int
                 _check_classes({t: flat[f"{name}/{t}"] for t in update[name]}, name, part, declared, num_classes)
 
 
-def check_names(flat: Mapping[str, object], expected: Iterable[str]) -> None:
+def check_names(flat: Mapping[str, object], expected: Iterable[str], what: str = "update") -> None:
     wanted = set(expected)
     if missing := wanted - flat.keys():
         raise UpdateRejected(f"tensor '{min(missing)}' is missing")
     if more := flat.keys() - wanted:
-        raise UpdateRejected(f"tensor '{min(more)}' is not part of this update")
+        raise UpdateRejected(f"tensor '{min(more)}' is not part of this {what}")
 
 
 def check_survey(answer: Any, like: Tree, examples: int, *, of_sum: bool = False) -> None:
@@ -72,7 +100,7 @@ def check_survey(answer: Any, like: Tree, examples: int, *, of_sum: bool = False
     Whole numbers count examples, of which the client has this many. `of_sum`: the answer is the sum over all clients,
     whose real numbers may be wider."""
     flat, expected = named_tensors(answer), tree.flatten(like)
-    check_names(flat, expected)
+    check_names(flat, expected, "answer")
     for name, wanted in expected.items():
         wider = of_sum and wanted.is_floating_point() and flat[name].is_floating_point()
         _check_kind(name, flat[name], wanted.to(flat[name].dtype) if wider else wanted)
@@ -121,20 +149,12 @@ def nothing(part: Part) -> Any:
             return {name: torch.zeros_like(t) for name, t in part.like.items()}
 
 
-def check_length(update: Tree, parts: Parts, model: Tensors) -> None:
-    """Raise TooLong if a part of the update is longer than training could make it. Running statistics have no length
-    that means anything."""
-    own = max(1.0, _length(model))
-    for name, part in parts.items():
-        if not isinstance(part, Statistics) and (found := _length({name: update.get(name, {})})) > LONGEST * own:
-            raise TooLong(f"'{name}' has the length {found:.3g}, over {LONGEST:g} times that of the model, {own:.3g}")
-
-
-def _length(group: Tree) -> float:
+def length(group: Tree) -> float:
+    """Over all its real numbers together."""
     lengths = []
     for value in group.values():
         if isinstance(value, Mapping):
-            lengths.append(_length(value))
+            lengths.append(length(value))
         elif value.is_floating_point():
             lengths.append(float(torch.linalg.vector_norm(value)))
     return math.hypot(*lengths)

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from torch import Tensor
 
-from redgrape.data.federation import Declared
 from redgrape.errors import ConfigError
 from redgrape.exchange import checks, rules, tables
 from redgrape.exchange.parts import ClassRows, Count, Direction, Parts, Scalar, Statistics, Sum, class_rows, directions
@@ -117,6 +116,9 @@ class Exchange(BaseModel):
             )
         if any(part.running for part in sums) and (self.clip is not None or self.rule == "norm_clipping"):
             return "clients keep account of what they add to a running sum, and clipping would shorten it"
+        whole = any(not t.is_floating_point() for part in sums for t in part.like.values())
+        if whole and (self.clip is not None or self.rule == "norm_clipping"):
+            return "the server adds whole numbers of the updates up, and they cannot be clipped; choose another rule"
         if self.rule in ("norm_clipping", "multi_krum") and any(
             isinstance(p, Scalar) and p.weighs for p in parts.values()
         ):
@@ -216,11 +218,6 @@ class Exchange(BaseModel):
                     summand[name] = {tensor: weight * t.double() for tensor, t in value.items()}
         return summand
 
-    def check(self, update: Any, parts: Parts, declared: Declared | None, model: Tensors, num_classes: int) -> None:
-        """Raise UpdateRejected if a client's update must not count. `declared`: what the client said of itself."""
-        checks.check(update, parts, declared, num_classes)
-        checks.check_length(update, parts, model)
-
     def receive(self, updates: Mapping[ClientId, Tree], parts: Parts, site: ServerSite) -> Received:
         return FromUpdates(self, parts, updates, site)
 
@@ -231,5 +228,5 @@ class Exchange(BaseModel):
         nothing = {name: checks.nothing(part) for name, part in parts.items()}
         checks.check_sum(total, self.summand(nothing, parts, site.num_classes), parts, len(clients))
         received = FromSum(self, parts, total, clients, site)
-        self.check(received.mean_update(), parts, None, model, site.num_classes)
+        checks.Inspection(parts, model, site.num_classes).lengths(received.mean_update(), None)
         return received

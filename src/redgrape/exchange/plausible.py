@@ -3,7 +3,7 @@
 An answer is measured when it arrives, since it may wait on a disk then. The measures are compared once all are there,
 so that nothing depends on the order of arrival. n_k: a client's examples; S: its local steps; theta: the sent model.
 
-    direction    |d_k| <= max(1, |theta|, 10 median_j |d_j|, 10 n_k median_j (|d_j| / n_j))
+    direction    |d_k| <= max(1, |theta|, 30 median_j |d_j|, 30 n_k median_j (|d_j| / n_j))
     class rows   f_k = max_c |G_c| / |b_c| <= 20 max(1, median_j f_j), if they are gradients
                  G_c = mean (p - e_c) h^T and b_c = mean (p - e_c), so that |G_c| <= |b_c| max |h|: each number of
                  p - e_c has the same sign for all examples of class c
@@ -27,14 +27,13 @@ import torch
 from torch import Tensor
 
 from redgrape import tree
-from redgrape.exchange import rules
 from redgrape.exchange.checks import UpdateRejected
 from redgrape.exchange.parts import ClassRows, Direction, Parts, Statistics
 from redgrape.tree import Tensors, Tree
 
 K = TypeVar("K")  # a client
 
-STEP, FEATURE, STATISTIC, SCALAR = 10.0, 20.0, 100.0, 10.0  # times what is usual in the round
+STEP, FEATURE, STATISTIC, SCALAR = 30.0, 20.0, 100.0, 10.0  # times what is usual in the round
 LARGEST = 1e12  # times the broadcast statistic: beyond it, no other client need be asked
 _NOTHING = 1e-30  # what rounding makes of a zero
 
@@ -50,16 +49,16 @@ class Measures:
     statistics: Mapping[str, float]
 
 
-def measured(update: Tree, parts: Parts, steps: int | None) -> Measures:
-    """The measures of an update. Its statistics are held to the sent ones, which the part has, at once: UpdateRejected
-    names the tensor. `steps`: S, if it is known."""
+def measured(update: Tree, parts: Parts, lengths: Mapping[str, float], steps: int | None) -> Measures:
+    """The measures of an update whose parts have these lengths. Its statistics are held to the sent ones, which the
+    part has, at once: UpdateRejected names the tensor. `steps`: S, if it is known."""
     found: dict[str, float] = {}
     for name, part in parts.items():
         if isinstance(part, Statistics):
             found |= _statistics(name, update[name], part, steps)
     return Measures(
         int(update.get("count", 1)),
-        {name: rules.norm(update, [name]) for name, part in parts.items() if isinstance(part, Direction)},
+        {name: lengths[name] for name, part in parts.items() if isinstance(part, Direction)},
         {name: longest_feature(update[name]) for name, p in parts.items() if isinstance(p, ClassRows) and p.gradient},
         found,
     )

@@ -162,7 +162,7 @@ class FromUpdates(Received):
         return dict(zip(self.clients, values, strict=True))
 
     def _losses(self) -> dict[str, Any]:
-        claimed, examples = [float(u["loss"]) for u in self._accepted], [float(u["count"]) for u in self._accepted]
+        claimed, examples = [float(u["loss"]) for u in self._accepted], _examples(self._accepted)
         most = plausible.most(claimed, self.site.num_classes)
         mean = sum(max(-most, min(loss, most)) * n for loss, n in zip(claimed, examples, strict=True)) / sum(examples)
         capped = {str(k): loss for k, loss in zip(self._answered, claimed, strict=True) if abs(loss) > most}
@@ -185,7 +185,7 @@ class FromUpdates(Received):
                 return rules.trimmed_mean(groups, self.exchange.byzantine)
         assert isinstance(described, Direction)
         if self.exchange.by_examples(described):
-            return tree.weighted_mean(groups, weights or self._examples())
+            return tree.weighted_mean(groups, weights or _examples(self._counted))
         return tree.weighted_mean(groups, [1.0] * len(groups))
 
     def _mean_statistics(self, part: str, groups: Sequence[Tensors]) -> Tensors:
@@ -193,15 +193,11 @@ class FromUpdates(Received):
         take the median of all."""
         match self.exchange.rule:
             case "mean":
-                return tree.weighted_mean(groups, self._examples())
+                return tree.weighted_mean(groups, _examples(self._counted))
             case "trimmed_mean":
                 return rules.trimmed_mean(groups, self.exchange.byzantine)
             case _:
                 return rules.median([update.get(part, {}) for update in self._accepted])
-
-    def _examples(self) -> list[float]:
-        """n_k, the examples that each client trained on."""
-        return [float(update["count"]) for update in self._counted]
 
     def _total(self, part: str) -> Tensors:
         groups: list[Tensors] = [update[part] for update in self._counted]
@@ -239,6 +235,11 @@ class FromUpdates(Received):
         return total
 
 
+def _examples(updates: Sequence[Tree]) -> list[float]:
+    """n_k, the examples that each client trained on; one if the method has no count."""
+    return [float(update.get("count", 1)) for update in updates]
+
+
 class FromSum(Received):
     """Means from the sum of the clients' summands, which a secure sum gives in float64 and whole numbers."""
 
@@ -263,7 +264,7 @@ class FromSum(Received):
 
     @property
     def _examples(self) -> int:
-        return int(self._sum["count"])
+        return int(self._sum["count"]) if "count" in self._sum else len(self.clients)
 
     def _mean(self, part: str, described: Part, weights: Sequence[float] | None) -> Tensors:
         assert weights is None and isinstance(described, Direction | Statistics)
@@ -298,7 +299,8 @@ class FromSum(Received):
                 case Scalar():
                     update[name] = (self._sum[name] / self._examples).to(part.like.dtype)
                 case Sum():
-                    update[name] = {n: self._sum[name][n].to(like.dtype) for n, like in part.like.items()}
+                    sums, n = self._sum[name], len(self.clients)
+                    update[name] = {t: (sums[t] / n).to(like.dtype) for t, like in part.like.items()}
                 case ClassRows():
                     clients = self.contributors(name)
                     classes = (clients > 0).nonzero().flatten()

@@ -97,8 +97,13 @@ class _Row(Mapping[str, Tensor]):
 
 def lengths(rows: Tree, names: Mapping[str, Tensor]) -> Tensor:
     """The length of each row, over its tensors together, in float64."""
-    squares = [rows[name].double().flatten(start_dim=1).square().sum(dim=1) for name in names]
+    squares = [_flat(rows[name].double()).square().sum(dim=1) for name in names]
     return torch.stack(squares).sum(dim=0).sqrt()
+
+
+def _flat(rows: Tensor) -> Tensor:
+    """The numbers of each row, which may be a single one [m, numbers]."""
+    return rows.unsqueeze(-1).flatten(start_dim=1)
 
 
 def clip_by_class(sent: Sequence[Tree], like: Tensors, C: int) -> Iterator[Tensors]:
@@ -121,7 +126,7 @@ def clipped(rows: Tree, like: Tensors, longest: float) -> Tensors:
     """A client's rows in float64, none longer than `longest`."""
     exact = {name: rows[name].double() for name in like}
     numbers = {name: t for name, t in rows.items() if name not in like}
-    of_each = torch.stack([torch.linalg.vector_norm(t.flatten(start_dim=1), dim=1) for t in exact.values()])
+    of_each = torch.stack([torch.linalg.vector_norm(_flat(t), dim=1) for t in exact.values()])
     length = torch.linalg.vector_norm(of_each, dim=0)
     factor = torch.where(length > longest, longest / length, 1.0)
     return numbers | {name: t * per_class(factor, t) for name, t in exact.items()}

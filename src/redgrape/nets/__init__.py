@@ -58,7 +58,8 @@ def builder(name: str, federation: _Inputs, seed: int = 0) -> Callable[[], Net]:
 
 
 class _Inputs(Protocol):
-    num_classes: int
+    @property
+    def num_classes(self) -> int: ...
 
     @property
     def input_shape(self) -> tuple[int, ...]: ...

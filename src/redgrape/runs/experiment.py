@@ -15,7 +15,7 @@ import tomli_w
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from redgrape import methods, nets
-from redgrape.data.federation import Federation
+from redgrape.data.federation import FederatedData
 from redgrape.data.prepare import DataOptions
 from redgrape.data.sources import READERS
 from redgrape.errors import ConfigError, DataError, unknown
@@ -180,11 +180,11 @@ class Experiment(BaseModel):
     def with_rounds(self, rounds: int) -> Experiment:
         return Experiment.parse({**self.resolved(), "rounds": rounds})
 
-    def builder(self, federation: Federation) -> Callable[[], Net]:
+    def builder(self, federation: FederatedData) -> Callable[[], Net]:
         """A callable that another process can be given, and that returns a fresh net."""
         return nets.builder(self.net.name, federation, self.seed)
 
-    def first_model(self, federation: Federation) -> Tensors:
+    def first_model(self, federation: FederatedData) -> Tensors:
         """The weights that training starts from. The weights file is needed for that only, not to go on."""
         shape, classes = federation.input_shape, federation.num_classes
         return build_net(self.net.name, shape, classes, self.seed, self.net.weights).state_dict()

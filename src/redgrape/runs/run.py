@@ -6,6 +6,7 @@ import hashlib
 import platform
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ import torch
 import redgrape
 from redgrape import tree
 from redgrape.data.examples import Pixels
-from redgrape.data.federation import Federation
+from redgrape.data.federation import FederatedData, Federation
 from redgrape.data.prepare import prepare
 from redgrape.data.sources import DATASETS
 from redgrape.determinism import same_bits_everywhere
@@ -36,14 +37,33 @@ REMEDY = "put back what was, name another folder with --out, or run it again wit
 FIGURES = ("accuracy", "balanced", "head", "middle", "tail")
 
 
+@dataclass(frozen=True)
+class Prepared:
+    """What a run is carried out with: its data, what it records of them and of the machine, and what makes an engine
+    of another kind than those of this machine."""
+
+    federation: FederatedData
+    environment: dict[str, Any]
+    engine: Callable[[ClientHalf], Engine] | None = None
+
+
+@dataclass(frozen=True)
+class Venue:
+    """Where a run takes place: all that differs between clients of this machine and others. `prepare` gets what the run
+    began on, None at its beginning. `tell_lost` gets a round's record, and the notes of the run."""
+
+    prepare: Callable[[Experiment, Mapping[str, Any] | None], Prepared]
+    client_name: Callable[[int], str]
+    tell_lost: Callable[[Mapping[str, Any], list[str]], None]
+    knows_partition: bool  # whether it is known which client holds what
+
+
 class Run:
     """One run in its folder. `steps()` carries it out; what was done before is not done again.
 
     for step in Run(RunFolder.open(path), workers=2).steps():
         ...
     """
-
-    knows_partition = True  # whether it is known here which client holds what
 
     def __init__(
         self,
@@ -56,14 +76,16 @@ class Run:
         deadline: float | None = None,
         stack: int = 1,
         rounds: int | None = None,
+        venue: Venue | None = None,
     ) -> None:
-        """`rounds`: let the run go on to this many."""
+        """`rounds`: let the run go on to this many. `venue`: None for this machine."""
         self.folder = folder
         self.experiment = folder.experiment() if rounds is None else folder.experiment().with_rounds(rounds)
         self._is_extended = rounds is not None
         self.ledger = PrivacyLedger(folder.path)
-        self.workers, self.device, self.data_root, self.allow_changes = workers, device, data_root, allow_changes
+        self.workers, self.device, self.allow_changes = workers, device, allow_changes
         self.deadline, self.stack = deadline, stack
+        self.venue = this_machine(device, stack, data_root) if venue is None else venue
         self.notes: list[str] = []  # what a person should know, such as a damaged checkpoint that was passed over
 
     def steps(self) -> Iterator[Step]:
@@ -80,15 +102,17 @@ class Run:
             if confusion is not None:
                 self._put_in_order(state)
             else:
-                federation = self._prepare()
-                environment = self._checked_environment(federation, before, state)
-                with self._training(federation, state) as training:
+                prepared = self.venue.prepare(self.experiment, before)
+                federation = prepared.federation
+                partition = federation if isinstance(federation, Federation) else None
+                environment = self._checked_environment(prepared, partition, before, state)
+                with self._training(prepared, state) as training:
                     if state is not None:
                         check_model(state, training.build().state_dict(), self.folder)
                     model = self.experiment.first_model(federation) if state is None else None
                     self._put_in_order(state)
                     if environment is not None:
-                        self.folder.write_environment(environment, federation if self.knows_partition else None)
+                        self.folder.write_environment(environment, partition)
                     states = self.folder.states(federation.num_clients)
                     if self.stack > 1:
                         self.notes.append(
@@ -102,7 +126,7 @@ class Run:
                         if last or step.state.round % self.experiment.checkpoint_every == 0:
                             self.folder.save(step.state, self.experiment)
                         state = step.state
-                        self._note_lost(step.record)
+                        self.venue.tell_lost(step.record, self.notes)
                         yield step
                     assert state is not None  # there is at least one round
                     self.notes += self._refused_throughout()
@@ -118,29 +142,17 @@ class Run:
             self.folder.write_experiment(self.experiment)
         self.folder.cut_after(state.round if state else 0)
 
-    def _note_lost(self, record: Mapping[str, Any]) -> None:
-        """Once for each client; metrics.jsonl names every round."""
-        for client, reason in record["lost"].items():
-            if not any(note.startswith(f"client {client} failed") for note in self.notes):
-                self.notes.append(
-                    f"client {client} failed three times in round {record['round']} and was left out of it ({reason}); "
-                    "metrics.jsonl tells of every such round, under 'lost'"
-                )
-
     def _refused_throughout(self) -> list[str]:
         """The clients none of whose answers counted, though they gave some, in the whole run."""
         records = self.folder.metrics()
         counted = {str(k) for record in records for k in record["answered"]}
         last = {k: (record["round"], reason) for record in records for k, reason in record["rejected"].items()}
         return [
-            f"{self._client_name(int(k))} was refused in every round that it answered (in round {round}: {reason}); "
-            "metrics.jsonl tells of every such round, under 'rejected'"
+            f"{self.venue.client_name(int(k))} was refused in every round that it answered (in round {round}: "
+            f"{reason}); metrics.jsonl tells of every such round, under 'rejected'"
             for k, (round, reason) in sorted(last.items(), key=lambda item: int(item[0]))
             if k not in counted
         ]
-
-    def _client_name(self, client: int) -> str:
-        return f"client {client}"
 
     def _check_files(self, before: Mapping[str, Any] | None) -> None:
         """Raise ConfigError where the method's own file is not what it was when the run began."""
@@ -161,8 +173,8 @@ class Run:
             return {"epsilon": spent}
         return {}
 
-    def _training(self, federation: Federation, state: RunState | None) -> Training:
-        e = self.experiment
+    def _training(self, prepared: Prepared, state: RunState | None) -> Training:
+        e, federation = self.experiment, prepared.federation
         method = e.method.create()
         secret = None
         if e.exchange.mechanisms(exchanged(method, site_of(e, federation))[0], 1):
@@ -184,36 +196,22 @@ class Run:
             stack=self.stack,
             exchange=e.exchange,
             secret=secret,
-            engine=self._engine(),
+            engine=prepared.engine,
         )
 
-    def _engine(self) -> Callable[[ClientHalf], Engine] | None:
-        """What makes an engine of another kind than those of this machine."""
-        return None
-
-    def _prepare(self) -> Federation:
-        return prepare(self.experiment.data, self.experiment.seed, self.data_root)
-
-    def _environment(self, federation: Federation, before: Mapping[str, Any] | None) -> dict[str, Any]:
-        """On what it runs, and what a reader must know of the data."""
-        here = machine(self.device) | about(federation)
-        files = file_digests(self.experiment) if before is None else before.get("files", {})
-        return here | {"files": files, "stack": self.stack}
-
     def _has_partition(self) -> bool:
-        return not self.knows_partition or self.folder.has_partition()
+        return not self.venue.knows_partition or self.folder.has_partition()
 
     def _checked_environment(
-        self, federation: Federation, before: Mapping[str, Any] | None, state: RunState | None
+        self, prepared: Prepared, partition: Federation | None, before: Mapping[str, Any] | None, state: RunState | None
     ) -> dict[str, Any] | None:
         """The environment to be written, None where the old one stands; raises where the run cannot go on here."""
-        here = self._environment(federation, before)
-        here["told"] = told(self.experiment, federation)
+        here = prepared.environment | {"told": told(self.experiment, prepared.federation)}
         history = list((before or {}).get("changes", []))
         if before is None:
             if state is None:
                 return here
-            if self.knows_partition and self.folder.has_partition() and not self.folder.is_partition(federation):
+            if partition is not None and self.folder.has_partition() and not self.folder.is_partition(partition):
                 raise DataError(
                     f"the data of '{self.folder.path}' has changed since it began: the split is not that of "
                     "partition.safetensors; put the old data back or start a new run"
@@ -287,13 +285,33 @@ def run(
     return there
 
 
-def site_of(experiment: Experiment, federation: Federation) -> Site:
+def this_machine(device: str, stack: int, data_root: Path | None) -> Venue:
+    """Clients of this machine, whose data are prepared here."""
+
+    def prepared(experiment: Experiment, before: Mapping[str, Any] | None) -> Prepared:
+        federation = prepare(experiment.data, experiment.seed, data_root)
+        files = file_digests(experiment) if before is None else before.get("files", {})
+        return Prepared(federation, machine(device) | about(federation) | {"files": files, "stack": stack})
+
+    def tell_lost(record: Mapping[str, Any], notes: list[str]) -> None:
+        """Once for each client; metrics.jsonl names every round."""
+        for client, reason in record["lost"].items():
+            if not any(note.startswith(f"client {client} failed") for note in notes):
+                notes.append(
+                    f"client {client} failed three times in round {record['round']} and was left out of it ({reason}); "
+                    "metrics.jsonl tells of every such round, under 'lost'"
+                )
+
+    return Venue(prepared, lambda client: f"client {client}", tell_lost, knows_partition=True)
+
+
+def site_of(experiment: Experiment, federation: FederatedData) -> Site:
     """The place before the first round, where it is told what an experiment exchanges."""
     place = (experiment.builder(federation), federation.num_clients, federation.num_classes)
     return Site(*place, experiment.seed, 0, experiment.rounds, torch.device("cpu"))
 
 
-def told(experiment: Experiment, federation: Federation) -> dict[str, Any]:
+def told(experiment: Experiment, federation: FederatedData) -> dict[str, Any]:
     """What a run of this experiment discloses."""
     method = experiment.method.create()
     parts, survey = exchanged(method, site_of(experiment, federation))
@@ -398,7 +416,7 @@ def input_of(shape: tuple[int, ...], pixels: Pixels | None) -> dict[str, Any]:
     }
 
 
-def groups_of(federation: Federation) -> dict[str, Any]:
+def groups_of(federation: FederatedData) -> dict[str, Any]:
     groups = federation.groups
     return {"head": groups.head, "middle": groups.middle, "tail": groups.tail}
 

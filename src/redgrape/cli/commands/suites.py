@@ -10,8 +10,10 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from redgrape.cli.commands.training import carry_out, cores, described
+from redgrape.cli.main import ending_at_signals
 from redgrape.errors import BusyError, ConfigError, DataError, Diverged, RedgrapeError, StorageError, TooFewClients
 from redgrape.reading.run_tables import RunView, mean_std
 from redgrape.reading.suites import cost, curves, description, found_cells, grid, search, side_by_side, tables
@@ -189,8 +191,14 @@ def _run(
             print(f"{cells} cells side by side, with {workers} workers each", file=sys.stderr)
         kept = {name: value for name, value in vars(options).items() if name != "command"}  # a function of no module
         theirs = argparse.Namespace(**{**kept, "workers": workers, "quiet": True})
-        side_by_side.carry_out(_run_in_turn, (standings, home, theirs, told, cells), cells)
+        side_by_side.carry_out(_run_beside, (standings, home, theirs, told, cells), cells)
     return _run_in_turn(standings, home, options, told)
+
+
+def _run_beside(*arguments: Any) -> None:
+    """The same in a process of its own, which a signal ends as it ends a command."""
+    with ending_at_signals():
+        _run_in_turn(*arguments)
 
 
 def _run_in_turn(

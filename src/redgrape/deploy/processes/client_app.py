@@ -11,13 +11,13 @@ import socket
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 
 from redgrape.deploy.processes.supervision import DEPLOYMENT, SIMULATED_DATA, SOCKET
-from redgrape.deploy.protocol import wire
+from redgrape.deploy.protocol import messages, wire
 from redgrape.deploy.protocol.wire import Header
 
 if TYPE_CHECKING:
@@ -44,13 +44,12 @@ for register in (app.train, app.evaluate, app.query):
 def _ask_resident(header: Header, parts: Mapping[str, bytes]) -> tuple[Header, Mapping[str, bytes]]:
     try:
         with socket.socket(socket.AF_UNIX) as connection:
-            connection.settimeout(float(header["deadline"]) + EXTRA)
+            connection.settimeout(messages.deadline_of(header) + EXTRA)
             connection.connect(os.environ[SOCKET])
             wire.send(connection, header, parts)
             return wire.receive(connection)
-    except (OSError, wire.NotUnderstood, KeyError, TypeError, ValueError) as error:
-        back: dict[str, Any] = {"round": header.get("round"), "protocol": wire.PROTOCOL}
-        return back | {"error": f"the site's resident process gave no answer ({error})"}, {}
+    except (OSError, wire.NotUnderstood) as error:
+        return messages.Failure(error=f"the site's resident process gave no answer ({error})").to_header(), {}
 
 
 @cache

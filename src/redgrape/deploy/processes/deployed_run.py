@@ -1,5 +1,6 @@
-"""A run whose clients are sites. Its folder is like that of any run, without what the server is not told: who holds
-what, and how many training examples of a class there are. (Of a test set at the sites the evaluation counts them.)"""
+"""The venue of a run whose clients are sites. The run's folder is like that of any run, without what the server is not
+told: who holds what, and how many training examples of a class there are. (Of a test set at the sites the evaluation
+counts them.)"""
 
 from __future__ import annotations
 
@@ -10,66 +11,50 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from redgrape.data.examples import Examples, Pixels
-from redgrape.data.federation import Federation
 from redgrape.deploy.protocol.engine import FlowerEngine
 from redgrape.deploy.protocol.known_federation import PartialFederation
+from redgrape.deploy.protocol.members import Members
+from redgrape.deploy.protocol.transport import Transport
 from redgrape.deploy.setup import certificates, site_data
 from redgrape.deploy.setup.folder import Deployment
 from redgrape.engines import ClientHalf, Engine
 from redgrape.errors import ConfigError
+from redgrape.runs.experiment import Experiment
 from redgrape.runs.folder import RunFolder
-from redgrape.runs.run import Run, groups_of, input_of, machine
+from redgrape.runs.run import Prepared, Venue, groups_of, input_of, machine
 
 if TYPE_CHECKING:
     from flwr.serverapp import Grid
 
 
-class DeployedRun(Run):
-    knows_partition = False
+def at_sites(
+    folder: RunFolder, deployment: Deployment, grid: Grid, say: Callable[[str], None], *, authenticated: bool
+) -> Venue:
+    """`authenticated`: nodes prove that they hold the key of their site."""
+    options = deployment.options
 
-    def __init__(
-        self,
-        folder: RunFolder,
-        deployment: Deployment,
-        grid: Grid,
-        say: Callable[[str], None],
-        *,
-        authenticated: bool,
-        allow_changes: bool = False,
-    ) -> None:
-        super().__init__(folder, workers=1, allow_changes=allow_changes)
-        self._deployment, self._grid, self._say = deployment, grid, say
-        self._authenticated = authenticated
-        self._name = ""  # of the run, by which the sites keep their states
-        self._joined: dict[str, Any] = {}  # what the sites have said of themselves, by name
-
-    def _prepare(self) -> Federation:
-        options = self._deployment.options
-        return PartialFederation(
-            options.data,
-            len(options.sites),
-            test=self._own(options.test),
-            auxiliary=self._own(options.auxiliary),
-            tail=options.tail,
+    def prepared(experiment: Experiment, before: Mapping[str, Any] | None) -> Prepared:
+        test, auxiliary = (_own(deployment, path) for path in (options.test, options.auxiliary))
+        federation = PartialFederation(
+            options.data, len(options.sites), test=test, auxiliary=auxiliary, tail=options.tail
         )
-
-    def _own(self, path: str | None) -> Examples | None:
-        """A data set of the server's own."""
-        if path is None:
-            return None
-        place = Path(path) if Path(path).is_absolute() else self._deployment.path / path
-        return site_data.load_all(place, self._deployment.server / "cache", self._deployment.options.data)
-
-    def _environment(self, federation: Federation, before: Mapping[str, Any] | None) -> dict[str, Any]:
-        options = self._deployment.options
         if before is not None and bool(before.get("secure_aggregation")) != options.secure_aggregation:
             raise ConfigError(
-                f"'{self.folder.path}' began with secure_aggregation={str(not options.secure_aggregation).lower()}, "
+                f"'{folder.path}' began with secure_aggregation={str(not options.secure_aggregation).lower()}, "
                 "and the deployment has the other now; set it back, or start a new run"
             )
-        self._name = str(before["run"]) if before is not None and "run" in before else secrets.token_hex(8)
-        self._joined = dict((before or {}).get("joined", {}))
-        return machine(self.device) | {
+        run = str((before or {}).get("run", secrets.token_hex(8)))  # by which the sites keep their states
+        joined = dict((before or {}).get("joined", {}))  # what sites have said of themselves, by name
+        keys = None
+        if authenticated:
+            keys = [certificates.public_identity(deployment.site(name) / "key.pub") for name in options.sites]
+
+        def engine(half: ClientHalf) -> Engine:
+            transport = Transport(grid)
+            members = Members(transport, options, federation.joined, keys, say, joined, record_joined)
+            return FlowerEngine(half, transport, members, options, experiment, run, say)
+
+        environment = machine("cpu") | {
             "split": federation.fingerprint(),
             "data": _contents(federation.test, federation.auxiliary),
             "input": input_of(federation.input_shape, Pixels() if options.data.input == "uint8" else None),
@@ -81,41 +66,38 @@ class DeployedRun(Run):
             "secure_aggregation": options.secure_aggregation,
             "evaluated": "sites" if federation.evaluated_elsewhere else "server",
             "min_count": options.min_count,
-            "run": self._name,
-            "joined": self._joined,
+            "run": run,
+            "joined": joined,
             "files": {},
             "stack": 1,
         }
+        return Prepared(federation, environment, engine)
 
-    def _engine(self) -> Callable[[ClientHalf], Engine]:
-        options, sites = self._deployment.options, self._deployment.options.sites
-        keys = None
-        if self._authenticated:
-            keys = [certificates.public_identity(self._deployment.site(name) / "key.pub") for name in sites]
-
-        def make(half: ClientHalf) -> Engine:
-            joined = dict(self._joined)
-            return FlowerEngine(
-                half, self._grid, options, self.experiment, self._name, keys, self._say, joined, self._note_joined
-            )
-
-        return make
-
-    def _note_joined(self, name: str, said: Mapping[str, Any]) -> None:
-        environment = self.folder.environment()
+    def record_joined(name: str, said: Mapping[str, Any]) -> None:
+        environment = folder.environment()
         joined = environment.get("joined", {})
         if joined.get(name) != said:
-            self.folder.write_environment(environment | {"joined": {**joined, name: dict(said)}}, None)
+            folder.write_environment(environment | {"joined": {**joined, name: dict(said)}}, None)
 
-    def _note_lost(self, record: Mapping[str, Any]) -> None:
+    def client_name(client: int) -> str:
+        return f"site '{options.sites[client]}'"
+
+    def tell_lost(record: Mapping[str, Any], notes: list[str]) -> None:
         """At once, also of what was rejected, and by the sites' names."""
         for what, reasons in (("lost", record["lost"]), ("rejected", record["rejected"])):
             for client, reason in reasons.items():
                 words = "was not there" if what == "lost" else "sent an update that is rejected"
-                self._say(f"round {record['round']}: {self._client_name(int(client))} {words}: {reason}")
+                say(f"round {record['round']}: {client_name(int(client))} {words}: {reason}")
 
-    def _client_name(self, client: int) -> str:
-        return f"site '{self._deployment.options.sites[client]}'"
+    return Venue(prepared, client_name, tell_lost, knows_partition=False)
+
+
+def _own(deployment: Deployment, path: str | None) -> Examples | None:
+    """A data set of the server's own."""
+    if path is None:
+        return None
+    place = Path(path) if Path(path).is_absolute() else deployment.path / path
+    return site_data.load_all(place, deployment.server / "cache", deployment.options.data)
 
 
 def _contents(*sets: Examples | None) -> str:

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from redgrape.deploy.processes.supervision import end_with_parent
-from redgrape.deploy.protocol import wire
+from redgrape.deploy.protocol import messages, wire
 from redgrape.deploy.protocol.deadlines import PROMISE, Promise
 from redgrape.deploy.protocol.site import Site
 from redgrape.deploy.setup.folder import SiteFolder
@@ -40,17 +40,10 @@ def serve(site: Site, listening: socket.socket, promise: Promise) -> None:
             connection.settimeout(READ_DEADLINE)
             try:
                 header, parts = wire.receive(connection)
-                promise.give(_seconds(header) + SLACK)
+                promise.give(messages.deadline_of(header) + SLACK)
                 wire.send(connection, *site.answer(header, parts))
             except (OSError, wire.NotUnderstood) as error:  # who asked has gone; the next one may be there
                 print(f"a question could not be answered: {error}", file=sys.stderr, flush=True)
-
-
-def _seconds(header: wire.Header) -> float:
-    try:
-        return max(0.0, float(header["deadline"]))
-    except (KeyError, TypeError, ValueError):  # it will be answered with an error at once
-        return 0.0
 
 
 def main() -> None:

@@ -16,11 +16,12 @@ from typing import Any
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
-from redgrape.deploy.processes.deployed_run import DeployedRun
+from redgrape.deploy.processes.deployed_run import at_sites
 from redgrape.deploy.processes.supervision import DEPLOYMENT, identity
 from redgrape.deploy.setup.folder import Deployment
 from redgrape.errors import ConfigError, RedgrapeError
 from redgrape.runs.folder import RunFolder
+from redgrape.runs.run import Run
 
 app = ServerApp()
 
@@ -71,15 +72,10 @@ def _carry_out(deployment: Deployment, settings: dict[str, str], grid: Grid, jou
     name = settings["run"]
     if Path(name).name != name:
         raise ConfigError(f"'{name}' is no name of a run")
-    run = DeployedRun(
-        RunFolder.open(deployment.path / "runs" / name),
-        deployment,
-        grid,
-        journal.say,
-        authenticated=settings["nodes"] == "authenticated",
-        allow_changes=settings["changes"] == "allowed",
-    )
-    journal.say(f"run '{name}' begins after round {run.folder.newest_round()}")
+    folder = RunFolder.open(deployment.path / "runs" / name)
+    venue = at_sites(folder, deployment, grid, journal.say, authenticated=settings["nodes"] == "authenticated")
+    run = Run(folder, workers=1, allow_changes=settings["changes"] == "allowed", venue=venue)
+    journal.say(f"run '{name}' begins after round {folder.newest_round()}")
     for step in run.steps():
         journal.write(round=step.state.round)
     for note in run.notes:

@@ -38,7 +38,7 @@ LOOKS_A_SECOND = 20.0  # of all sites together, for messages, so that many sites
 class SiteRole:
     resident: Sequence[str] = (sys.executable, "-m", "redgrape.deploy.processes.resident")
     node: Sequence[str] = (sys.executable, "-m", "redgrape.deploy.processes.launch", "supernode")
-    forks = True  # whether processes for messages are forked (warm.py)
+    forks = True  # whether processes for messages are forked (fork_server.py)
     poll = POLL
 
     def __init__(self, folder: SiteFolder, data: Path, say: Callable[[str], None]) -> None:

@@ -61,7 +61,9 @@ def check(experiment: Experiment, options: DeployOptions) -> None:
         raise ConfigError(
             f"clients_per_round is {asked}, and a secure sum needs at least {fewest} sites; ask more, or none for all"
         )
-    experiment.exchange.check_clients(asked)
+    parts, survey = admission.crossing(experiment, options)
+    single = experiment.method.create().needs_single()
+    experiment.exchange.check_fits(parts, asked, single=single, surveys=bool(survey))
 
 
 def lone_answers(experiment: Experiment, options: DeployOptions) -> str | None:

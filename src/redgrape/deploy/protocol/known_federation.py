@@ -8,17 +8,16 @@ import json
 
 import torch
 
-from redgrape.data.augment import NO_AUGMENTATION, Augment
 from redgrape.data.examples import Examples
-from redgrape.data.federation import Declared, Federation, Groups
+from redgrape.data.federation import Declared, Groups
 from redgrape.deploy.setup.folder import DataAgreement
 from redgrape.errors import DataError
 from redgrape.exchange.checks import MOST_EXAMPLES
 
 
-class PartialFederation(Federation):
-    """`own`: this party's training examples and its number, where it is a site. `test`: its own test set. `declared`
-    fills up as sites join."""
+class PartialFederation:
+    """`own`: this party's training examples and its number, where it is a site. `test`: its own test set. What sites
+    declare is put into `joined`."""
 
     def __init__(
         self,
@@ -29,28 +28,18 @@ class PartialFederation(Federation):
         test: Examples | None = None,
         auxiliary: Examples | None = None,
         tail: tuple[str, ...] = (),
-        augment: Augment = NO_AUGMENTATION,
     ) -> None:
-        self._num_clients, self._own, self._shape = num_clients, own, agreement.shape
-        self.agreement = agreement
-        self.num_classes = len(agreement.classes)
-        self.class_names = list(agreement.classes)
+        self.num_clients, self.num_classes = num_clients, len(agreement.classes)
+        self.class_names, self.input_shape = list(agreement.classes), agreement.shape
+        self._own, self._input = own, agreement.input
         self.evaluated_elsewhere = test is None
         nothing = Examples(torch.zeros(0, *agreement.shape), torch.zeros(0, dtype=torch.int64))
         self.test = nothing if test is None else test
-        self.validation = None
+        self.validation: Examples | None = None
         self.auxiliary = auxiliary
         numbers = [agreement.classes.index(name) for name in tail]
         self.groups = Groups.by_count([0] * self.num_classes, numbers) if numbers else Groups((), (), ())
         self.joined: dict[int, Declared] = {}
-
-    @property
-    def num_clients(self) -> int:
-        return self._num_clients
-
-    @property
-    def input_shape(self) -> tuple[int, ...]:
-        return self._shape
 
     def client(self, k: int) -> Examples:
         if self._own is None or self._own[0] != k:
@@ -65,9 +54,9 @@ class PartialFederation(Federation):
         return self.joined.get(k, Declared(MOST_EXAMPLES))
 
     def sample(self, dtype: torch.dtype) -> torch.Tensor:
-        return torch.zeros(2, *self._shape, dtype=dtype)
+        return torch.zeros(2, *self.input_shape, dtype=dtype)
 
     def fingerprint(self) -> str:
         """Of what is agreed; who holds what is not known."""
-        agreed = [self._num_clients, self.class_names, list(self._shape), self.agreement.input]
+        agreed = [self.num_clients, self.class_names, list(self.input_shape), self._input]
         return hashlib.sha256(json.dumps(agreed).encode()).hexdigest()

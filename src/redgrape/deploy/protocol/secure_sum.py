@@ -38,7 +38,8 @@ from flwr.common.secure_aggregation.crypto.symmetric_encryption import generate_
 from flwr.common.secure_aggregation.secaggplus_constants import Key
 from flwr.supercore.primitives.asymmetric import bytes_to_private_key, bytes_to_public_key
 
-from redgrape.deploy.protocol.wire import Header, Parts, Reply
+from redgrape.deploy.protocol.messages import Reply, Stage, SumAnswer
+from redgrape.deploy.protocol.wire import Parts
 from redgrape.deploy.setup.folder import FEWEST_IN_SUM
 from redgrape.engines import Lost
 from redgrape.errors import ConfigError
@@ -54,8 +55,8 @@ _OFFSET = 1 << (BITS - 1)  # numbers have a sign, and halves have none
 _MODULUS = 1 << 40  # above MOST times a half
 _PARTS = ("weight", "high", "low")  # of a masked vector; Flower puts a weight in front, which is the same for all here
 
-Letters: TypeAlias = Mapping[ClientId, tuple[Header, Parts]]
-Ask: TypeAlias = Callable[[str, Letters], Iterable[tuple[ClientId, Reply | Lost]]]
+Letters: TypeAlias = Mapping[ClientId, Parts]
+Ask: TypeAlias = Callable[[Stage, Letters], Iterable[tuple[ClientId, Reply[SumAnswer] | Lost]]]
 _Read = TypeVar("_Read")
 
 
@@ -88,12 +89,12 @@ class Member:
         self._me, self._done = me, 0
         self._state = _flower.SecAggPlusState(nid=me)
 
-    def answer(self, stage: str, header: Header, parts: Parts, numbers: Numbers | None = None) -> dict[str, bytes]:
+    def answer(self, stage: Stage, parts: Parts, numbers: Numbers | None = None) -> dict[str, bytes]:
         """The parts of a site's answer to one stage. `numbers`: what it adds, for the stage `masked`."""
-        if self._done >= len(STAGES) or stage != STAGES[self._done]:
-            raise ConfigError(f"the server asks for '{stage[:20]}' out of turn in a secure sum")
+        if self._done >= len(STAGES) or stage.name != STAGES[self._done]:
+            raise ConfigError(f"the server asks for '{stage.name[:20]}' out of turn in a secure sum")
         self._done += 1
-        match stage:
+        match stage.name:
             case "keys":
                 return self._keys()
             case "shares":
@@ -102,7 +103,7 @@ class Member:
                 assert numbers is not None
                 return self._masked(_by_site(parts, "share/"), numbers)
             case _:
-                return self._revealed(_sites(header, "arrived"), _sites(header, "lost"))
+                return self._revealed(stage.arrived or [], stage.lost or [])
 
     def _keys(self) -> dict[str, bytes]:
         made = _flower._setup(
@@ -146,10 +147,10 @@ class Member:
 
 @dataclass(frozen=True)
 class Summed:
-    """The sum over the sites that `answered`, with the header of each; why each other is not in it."""
+    """The sum over the sites that `answered`, each with its answer; why each other is not in it."""
 
     total: dict[str, Any]
-    answered: Mapping[ClientId, Header]
+    answered: Mapping[ClientId, SumAnswer]
     lost: Mapping[ClientId, str]
 
 
@@ -167,7 +168,7 @@ class NotBegun(SumFailed):
 
 @dataclass(frozen=True)
 class _Masked:
-    header: Header
+    answer: SumAnswer
     layout: Layout
     arrays: list[Numbers]
 
@@ -184,24 +185,24 @@ class _Sum:
         self._lost: dict[ClientId, str] = {}
 
     def over(self, sites: Sequence[ClientId]) -> Summed:
-        keys = self._stage("keys", {k: ({}, {}) for k in sites}, _read_keys)
+        keys = self._stage(Stage("keys"), {k: {} for k in sites}, _read_keys)
         self._must_be(len(keys), max(FEWEST_IN_SUM, self._fewest), "gave their keys", NotBegun)
         enough = threshold(len(keys))
         least = max(enough, self._fewest)
 
         public = {f"key/{k}": key for k, (key, _) in keys.items()}
         public |= {f"box key/{k}": key for k, (_, key) in keys.items()}
-        letters: Letters = {k: ({}, public) for k in keys}
-        boxes = self._stage("shares", letters, lambda k, reply: _read_shares(reply, {*keys} - {k}))
+        letters: Letters = {k: public for k in keys}
+        boxes = self._stage(Stage("shares"), letters, lambda k, reply: _read_shares(reply, {*keys} - {k}))
         self._must_be(len(boxes), least, "gave shares of their secrets")
 
-        letters = {k: ({}, {f"share/{j}": boxes[j][k] for j in boxes if j != k}) for k in boxes}
-        masked = self._with_one_layout(self._stage("masked", letters, _read_masked))
+        letters = {k: {f"share/{j}": boxes[j][k] for j in boxes if j != k} for k in boxes}
+        masked = self._with_one_layout(self._stage(Stage("masked"), letters, _read_masked))
         self._must_be(len(masked), least, "gave their part of the sum")
 
         arrived, lost = list(masked), [k for k in boxes if k not in masked]
-        letters = {k: ({"arrived": arrived, "lost": lost}, {}) for k in arrived}
-        shares = self._stage("revealed", letters, lambda _, reply: _read_shares(reply, {*boxes}))
+        last = Stage("revealed", arrived, lost)
+        shares = self._stage(last, {k: {} for k in arrived}, lambda _, reply: _read_shares(reply, {*boxes}))
         self._must_be(len(shares), enough, "stayed until the sum was unmasked")
         try:
             secrets = {k: combine_shares([given[k] for given in shares.values()]) for k in boxes}
@@ -209,10 +210,12 @@ class _Sum:
         except ValueError as error:
             raise SumFailed("the sites' shares of the secrets do not fit together", self._lost) from error
         outside = {k: why for k, why in self._lost.items() if k not in masked}
-        answered = {k: m.header for k, m in masked.items()}
+        answered = {k: m.answer for k, m in masked.items()}
         return Summed(fixed_point.decode(masked[arrived[0]].layout, total), answered, outside)
 
-    def _stage(self, stage: str, letters: Letters, read: Callable[[ClientId, Reply], _Read]) -> dict[ClientId, _Read]:
+    def _stage(
+        self, stage: Stage, letters: Letters, read: Callable[[ClientId, Reply[SumAnswer]], _Read]
+    ) -> dict[ClientId, _Read]:
         """The answers to one stage that can be read, in the order of the sites; the others are lost."""
         found: dict[ClientId, _Read] = {}
         for k, reply in self._ask(stage, letters):
@@ -222,7 +225,7 @@ class _Sum:
             try:
                 found[k] = read(k, reply)
             except (KeyError, TypeError, ValueError, EOFError) as error:
-                self._lost[k] = f"its answer '{stage}' in a secure sum cannot be read: {str(error)[:200]}"
+                self._lost[k] = f"its answer '{stage.name}' in a secure sum cannot be read: {str(error)[:200]}"
         return dict(sorted(found.items()))
 
     def _must_be(self, number: int, least: int, what: str, kind: type[SumFailed] = SumFailed) -> None:
@@ -280,36 +283,29 @@ def _whole(halves: Sequence[Numbers], sites: int) -> Numbers:
     return ((high << np.uint64(_HALF)) + low - offset).view(np.int64)
 
 
-def _read_keys(k: ClientId, reply: Reply) -> tuple[bytes, bytes]:
+def _read_keys(k: ClientId, reply: Reply[SumAnswer]) -> tuple[bytes, bytes]:
     keys = reply.parts["key"], reply.parts["box key"]
     for key in keys:
         bytes_to_public_key(key)
     return keys
 
 
-def _read_shares(reply: Reply, wanted: set[ClientId]) -> dict[ClientId, bytes]:
+def _read_shares(reply: Reply[SumAnswer], wanted: set[ClientId]) -> dict[ClientId, bytes]:
     shares = _by_site(reply.parts, "share/")
     if shares.keys() != wanted:
         raise ValueError("it has not one share for each site")
     return shares
 
 
-def _read_masked(k: ClientId, reply: Reply) -> _Masked:
-    layout = fixed_point.checked_layout(reply.header["layout"])
+def _read_masked(k: ClientId, reply: Reply[SumAnswer]) -> _Masked:
+    layout = fixed_point.checked_layout(reply.answer.layout)
     arrays = [bytes_to_ndarray(reply.parts[name]) for name in _PARTS]
     shapes = [(1,), (fixed_point.length(layout),), (fixed_point.length(layout),)]
     for array, shape in zip(arrays, shapes, strict=True):
         if array.dtype != np.int64 or array.shape != shape:
             raise ValueError(f"{array.dtype} {array.shape} is not {shape} whole numbers")
-    return _Masked(reply.header, layout, arrays)
+    return _Masked(reply.answer, layout, arrays)
 
 
 def _by_site(parts: Parts, prefix: str) -> dict[ClientId, bytes]:
     return {int(name.removeprefix(prefix)): data for name, data in parts.items() if name.startswith(prefix)}
-
-
-def _sites(header: Header, name: str) -> list[ClientId]:
-    sites = header.get(name)
-    if not isinstance(sites, list) or not all(type(k) is int for k in sites):
-        raise ConfigError(f"'{name}' must name sites by their numbers")
-    return sites

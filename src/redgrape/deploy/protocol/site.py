@@ -1,11 +1,6 @@
-"""What a site answers to the server's questions. Its examples and its state stay here; what leaves is in the answers.
-
-join       who is this, and does its data fit
-survey     what a method must know before the first round
-train      a client's round: the update; the new state is saved here, under run and round
-evaluate   how a model does on the site's test set, of classes from min_count on: counts, not examples
-sum        one stage of a secure sum of what the site would answer to one of the last three (secure_sum.py). A site with
-           secure_aggregation answers to these three in no other way
+"""What a site answers to the server's questions (messages.py). Its examples and its state stay here; what leaves is in
+the answers: a survey; an update, while the new state is saved here under run and round; of an evaluation counts, of
+classes from min_count on. A site with secure_aggregation answers to these three as parts of secure sums alone.
 """
 
 from __future__ import annotations
@@ -16,7 +11,7 @@ import signal
 import sys
 import tomllib
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -31,10 +26,26 @@ import redgrape
 from redgrape import methods, nets, tree
 from redgrape.data.examples import Examples
 from redgrape.data.prepare import augmentation
-from redgrape.deploy.protocol import admission
+from redgrape.deploy.protocol import admission, messages
 from redgrape.deploy.protocol.known_federation import PartialFederation
+from redgrape.deploy.protocol.messages import (
+    Answer,
+    EvaluateAnswer,
+    EvaluateQuestion,
+    Failure,
+    JoinAnswer,
+    JoinQuestion,
+    Question,
+    Stage,
+    SumAnswer,
+    SumQuestion,
+    SurveyAnswer,
+    SurveyQuestion,
+    TrainAnswer,
+    TrainQuestion,
+)
 from redgrape.deploy.protocol.site_states import SiteStates
-from redgrape.deploy.protocol.wire import PROTOCOL, Header, NotUnderstood, Parts
+from redgrape.deploy.protocol.wire import Header, NotUnderstood, Parts
 from redgrape.deploy.setup import site_data
 from redgrape.deploy.setup.folder import SiteFolder
 from redgrape.engines import ClientHalf
@@ -81,66 +92,66 @@ class Site:
 
     def answer(self, header: Header, parts: Parts) -> tuple[Header, dict[str, bytes]]:
         """The answer to a question; an error is one too, in one line."""
-        back = {"site": self.index, "round": header.get("round"), "protocol": PROTOCOL}
         try:
-            if header.get("protocol") != PROTOCOL:
-                raise ConfigError(f"the server speaks protocol {header.get('protocol')}, and this site {PROTOCOL}")
-            kind = str(header.get("kind"))
-            with _within(float(header["deadline"])):
-                if kind == "sum":
-                    more, sent = self._sum(header, parts)
-                    return back | more, sent
-                if self.options.secure_aggregation and kind != "join":
-                    raise ConfigError("this site answers in secure sums alone (secure_aggregation in its site.toml)")
-                more, trees = self._question(kind)(header, parts)
-            return back | more, {name: tree.to_bytes(value) for name, value in trees.items()}
+            question = messages.read_question(header)
+            with _within(question.deadline):
+                answer, sent = self._answered(question, parts)
+            return answer.to_header(), sent
         except Exception as error:  # a site that fails must say so, and be there for the next question
-            return back | {"error": _for_the_server(error)}, {}
+            return Failure(site=self.index, error=_for_the_server(error)).to_header(), {}
 
-    def _question(self, kind: str) -> Callable[[Header, Parts], tuple[Header, dict[str, Tree]]]:
-        questions: dict[str, Callable[[Header, Parts], tuple[Header, dict[str, Tree]]]] = {
-            "join": self._join,
-            "survey": self._survey,
-            "train": self._train,
-            "evaluate": self._evaluate,
-        }
-        if kind not in questions:
-            raise ConfigError(f"the server asks {kind[:40]!r}, which is not known here")
-        return questions[kind]
+    def _answered(self, question: Question, parts: Parts) -> tuple[Answer, dict[str, bytes]]:
+        if isinstance(question, JoinQuestion):
+            return self._join(), {}
+        if isinstance(question, SumQuestion):
+            return self._sum(question, parts)
+        if self.options.secure_aggregation:
+            raise ConfigError("this site answers in secure sums alone (secure_aggregation in its site.toml)")
+        answer, value = self._alone(question, parts)
+        return answer, {answer.carries: tree.to_bytes(value)}
 
-    def _join(self, header: Header, parts: Parts) -> tuple[Header, dict[str, Tree]]:
-        agreement = self.options.data
-        facts = {
-            "name": self.options.name,
-            "sites": self.options.sites,
-            "agreement": agreement.model_dump(mode="json"),
-            "examples": None if self.options.secure_aggregation else len(self.train),
-            "tests": None if self.options.secure_aggregation else len(self._judged),
-            "secure_aggregation": self.options.secure_aggregation,
-            "evaluates": self.options.evaluates,
-            "redgrape": redgrape.__version__,
-            "torch": torch.__version__,
-            "numpy": np.__version__,
-            "machine": platform.machine(),
-            "cpu": torch.backends.cpu.get_cpu_capability(),
-        }
-        return facts, {}
+    def _alone(self, question: Question, parts: Parts) -> tuple[Answer, Tree]:
+        match question:
+            case SurveyQuestion():
+                return self._survey(question)
+            case TrainQuestion():
+                return self._train(question, _tree(parts, question.carries))
+            case EvaluateQuestion():
+                return self._evaluate(question, _tree(parts, question.carries))
+        raise AssertionError(question)
 
-    def _survey(self, header: Header, parts: Parts) -> tuple[Header, dict[str, Tree]]:
-        _, answer = next(self._half(header).survey([self.index]))
-        return {}, {"survey": answer}
+    def _join(self) -> JoinAnswer:
+        hidden = self.options.secure_aggregation
+        return JoinAnswer(
+            site=self.index,
+            name=self.options.name,
+            sites=self.options.sites,
+            agreement=self.options.data.model_dump(mode="json"),
+            examples=None if hidden else len(self.train),
+            tests=None if hidden else len(self._judged),
+            secure_aggregation=hidden,
+            evaluates=self.options.evaluates,
+            redgrape=redgrape.__version__,
+            torch=str(torch.__version__),
+            numpy=np.__version__,
+            machine=platform.machine(),
+            cpu=torch.backends.cpu.get_cpu_capability(),
+        )
 
-    def _train(self, header: Header, parts: Parts) -> tuple[Header, dict[str, Tree]]:
-        half, run, round = self._half(header), str(header["run"]), int(header["round"])
-        start = header.get("state")  # the round that this client's state must be of; none before its first
-        state = None if start is None else self._states.load(run, int(start))
-        answer = half.run(self.index, _tree(parts, "broadcast"), state, round)
+    def _survey(self, question: SurveyQuestion) -> tuple[Answer, Tree]:
+        _, answer = next(self._half(question.experiment).survey([self.index]))
+        return SurveyAnswer(site=self.index), answer
+
+    def _train(self, question: TrainQuestion, broadcast: Tree) -> tuple[TrainAnswer, Tree]:
+        half, run, round, start = self._half(question.experiment), question.run, question.round, question.state
+        state = None if start is None else self._states.load(run, start)
+        answer = half.run(self.index, broadcast, state, round)
         new = tree.ordered(answer.state)
         if new:
-            self._states.save(run, round, new, int(header["reach"]), None if start is None else int(start))
-        return {"has_state": bool(new)}, {"update": tree.ordered(answer.update)}
+            self._states.save(run, round, new, question.reach, start)
+        return TrainAnswer(site=self.index, round=round, has_state=bool(new)), tree.ordered(answer.update)
 
-    def _evaluate(self, header: Header, parts: Parts) -> tuple[Header, dict[str, Tree]]:
+    def _evaluate(self, question: EvaluateQuestion, model: Tree) -> tuple[Answer, Tree]:
         if not self.options.evaluates:
             raise ConfigError("models are evaluated at the server, and this site holds no test set")
         if not len(self._judged):
@@ -148,43 +159,42 @@ class Site:
                 f"this site tests no class of which it trains with {self.options.min_count} examples or more, and "
                 "evaluates no other (min_count in its site.toml)"
             )
-        model = tree.flatten(_tree(parts, "model"))
-        scores = self._half(header).score(model, "test", evaluation.batch_starts(self._judged))
+        starts = evaluation.batch_starts(self._judged)
+        scores = self._half(question.experiment).score(tree.flatten(model), "test", starts)
         confusion = torch.stack([counts for counts, _ in scores]).sum(dim=0)
         loss = torch.tensor(sum(loss for _, loss in scores), dtype=torch.float64)
-        return {}, {"scores": {"confusion": confusion, "loss": loss}}
+        return EvaluateAnswer(site=self.index), {"confusion": confusion, "loss": loss}
 
-    def _sum(self, header: Header, parts: Parts) -> tuple[Header, dict[str, bytes]]:
+    def _sum(self, question: SumQuestion, parts: Parts) -> tuple[SumAnswer, dict[str, bytes]]:
         """One stage of a secure sum; the numbers that this site adds leave it masked."""
         from redgrape.deploy.protocol.secure_sum import Member
         from redgrape.exchange import fixed_point
 
-        name, stage = str(header.get("sum")), str(header.get("stage"))
-        if stage == "keys":
-            self._sums = name, Member(self.index)
-        if self._sums is None or self._sums[0] != name:
+        stage = Stage(question.stage, question.arrived, question.lost)
+        if stage.name == "keys":
+            self._sums = question.sum, Member(self.index)
+        if self._sums is None or self._sums[0] != question.sum:
             raise ConfigError("this site takes part in another secure sum, or was started anew since this one began")
-        more: Header = {}
-        numbers = None
-        if stage == "masked":
-            more, summand = self._summand(header, parts)
+        answer, numbers = SumAnswer(site=self.index), None
+        if stage.name == "masked":
+            has_state, summand = self._summand(question, parts)
             layout, numbers = fixed_point.encode(summand, self.options.sites)
-            more = {**more, "layout": layout}
-        return more, self._sums[1].answer(stage, header, parts, numbers)
+            answer = SumAnswer(site=self.index, layout=layout, has_state=has_state)
+        return answer, self._sums[1].answer(stage, parts, numbers)
 
-    def _summand(self, header: Header, parts: Parts) -> tuple[Header, Tree]:
-        kind = str(header.get("of"))
-        if kind not in ("train", "evaluate", "survey"):
-            raise ConfigError(f"the server asks for a sum of {kind[:40]!r}, which is not known here")
-        half = self._half(header)
-        more, trees = self._question(kind)(header, parts)
-        if kind != "train":
-            return more, next(iter(trees.values()))
-        return more, half.summand(self.index, _tree(parts, "broadcast"), trees["update"], int(header["round"]))
+    def _summand(self, question: SumQuestion, parts: Parts) -> tuple[bool, Tree]:
+        """What this site adds, and whether its client has a state after it."""
+        added = question.added()
+        answer, value = self._alone(added, parts)
+        if not isinstance(answer, TrainAnswer):
+            return False, value
+        broadcast = _tree(parts, added.carries)
+        summand = self._half(question.experiment).summand(self.index, broadcast, value, question.round)
+        return answer.has_state, summand
 
-    def _half(self, header: Header) -> ClientHalf:
+    def _half(self, text: str) -> ClientHalf:
         """The client half of the method that the server's experiment names."""
-        experiment = _parse(str(header.get("experiment")))
+        experiment = _parse(text)
         key = experiment.hash()
         if self._prepared is None or self._prepared[0] != key:
             self._prepared = key, self._client_half(experiment)
@@ -227,8 +237,10 @@ def _parse(text: str) -> Experiment:
 
 
 def _tree(parts: Parts, name: str) -> Tree:
+    if name not in parts:
+        raise NotUnderstood(f"'{name}' did not come with the question")
     try:
-        return tree.from_bytes(parts[name]) if name in parts else {}
+        return tree.from_bytes(parts[name])
     except (safetensors.SafetensorError, ValueError) as error:
         raise NotUnderstood(f"'{name}' cannot be read: {error}") from error
 

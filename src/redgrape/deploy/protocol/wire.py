@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import socket
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 if TYPE_CHECKING:
@@ -21,14 +20,6 @@ Parts: TypeAlias = Mapping[str, bytes]
 PROTOCOL = 1  # of the questions and answers; both sides must speak the same
 LARGEST_HEADER = 1 << 20  # bytes
 LARGEST_LETTER = 1 << 34
-
-
-@dataclass
-class Reply:
-    """A site's answer."""
-
-    header: Header
-    parts: Parts = field(default_factory=dict)
 
 
 class NotUnderstood(Exception):

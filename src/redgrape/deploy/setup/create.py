@@ -171,10 +171,11 @@ def _fill(path: Path, options: DeployOptions) -> None:
     _write(app / "__init__.py", '"""The Flower app: redgrape itself is installed at every party."""\n')
     _write(
         app / "server.py",
-        '"""The server\'s part."""\n\nfrom redgrape.deploy import server_app\n\napp = server_app.app\n',
+        '"""The server\'s part."""\n\nfrom redgrape.deploy.processes import server_app\n\napp = server_app.app\n',
     )
     _write(
-        app / "client.py", '"""A site\'s part."""\n\nfrom redgrape.deploy import client_app\n\napp = client_app.app\n'
+        app / "client.py",
+        '"""A site\'s part."""\n\nfrom redgrape.deploy.processes import client_app\n\napp = client_app.app\n',
     )
     _script(server / "start.sh", 'exec redgrape deploy server "$(dirname "$0")/.." "$@"')
     authority = b""

@@ -3,7 +3,7 @@
 Runs of one setting differ by method and seed alone, so their curves may stand side by side:
 
     settings   [{title, facts, notes, methods: [{label, runs, hyper, file, toml, commands}]}]
-    runs       {id: {seed, state, done, result, per_class, tested, confusion, norms, served, split, ...}}
+    runs       {id: {seed, state, done, result, per_class, tested, confusion, norms, split, ...}}
     splits     {fingerprint: {class_names, known, class_counts, client_names, client_counts, groups, order: from head to
                tail}}
     rounds     {id: {round: [...], accuracy: [...], ...}}: a column a figure, null where there is none
@@ -130,7 +130,6 @@ def _run(reading: Reading, split: dict[str, Any] | None) -> dict[str, Any]:
         "tested": _numbers(judged.counts_of(view.environment, summary), C),
         "confusion": _confusion((summary or {}).get("confusion"), C),
         "norms": _norms((summary or {}).get("classifier_norms"), C),
-        "served": _served(reading, split),
         "threshold": _threshold(view.experiment["method"].get("threshold")),
         "rejected": sum(len(record.get("rejected") or ()) for record in view.metrics),
         "versions": _versions(view.environment),
@@ -165,31 +164,11 @@ def _norms(norms: Any, C: int) -> dict[str, list[float | int | None]] | None:
     return {name: values for name, values in by_name.items() if values is not None} or None
 
 
-def _served(reading: Reading, split: dict[str, Any] | None) -> list[list[int]] | None:
-    """For each client, how many classes its balanced gradient takes from its own examples, from prototypes, and from
-    nothing, after the last round; None for a method without threshold and prototypes."""
-    method = reading.view.experiment["method"]
-    last = reading.view.metrics[-1] if reading.view.metrics else {}
-    if split is None or not split["known"] or "threshold" not in method or "prototype_seen" not in last:
-        return None
-    C = len(split["class_counts"])
-    threshold = float(method["threshold"]) if method.get("use_real_data", True) else math.inf
-    oldest = float("inf" if (age := method.get("max_age", "none")) == "none" else age)
-    usable = [
-        bool(seen) and age <= oldest for seen, age in zip(last["prototype_seen"], last["prototype_age"], strict=True)
-    ]
-    rows = []
-    for counts in split["client_counts"]:
-        real = [n >= threshold for n in counts]
-        from_prototypes = sum(usable[c] and not real[c] for c in range(C))
-        rows.append([sum(real), from_prototypes, C - sum(real) - from_prototypes])
-    return rows
-
-
 def _columns(reading: Reading, split: dict[str, Any] | None) -> dict[str, list[Any]]:
     seconds = {line.get("round"): line for line in reading.times}
     C = len(split["class_counts"]) if split else 0
     columns: dict[str, list[Any]] = {}
+    ages: list[int | None] = [None] * C
     for record in reading.view.metrics:
         test = record["test"] if isinstance(record.get("test"), dict) else {}
         time = seconds.get(record["round"], {})
@@ -202,7 +181,7 @@ def _columns(reading: Reading, split: dict[str, Any] | None) -> dict[str, list[A
             "evaluate": number(time.get("evaluate")),
             "down": _per_client(record.get("bytes_down"), asked),
             "up": _per_client(record.get("bytes_up"), answered),
-            "age": _ages(record, C),
+            "age": (ages := _older(ages, record)) if _releases(record, C) else None,
         }
         for name, value in row.items():
             columns.setdefault(name, []).append(value)
@@ -214,12 +193,16 @@ def _per_client(total: Any, clients: int) -> int | None:
     return None if total is None or not clients else round(total / clients)
 
 
-def _ages(record: Mapping[str, Any], C: int) -> list[float | int | None] | None:
-    """Rounds since each class's prototype was made, null where there is none yet."""
-    ages, seen = _numbers(record.get("prototype_age"), C), record.get("prototype_seen")
-    if not C or ages is None or not isinstance(seen, list) or len(seen) != C:
-        return None
-    return [age if there else None for age, there in zip(ages, seen, strict=True)]
+def _releases(record: Mapping[str, Any], C: int) -> bool:
+    """Whether the record says which classes were released in its round."""
+    released = record.get("class_released")
+    return C > 0 and isinstance(released, list) and len(released) == C
+
+
+def _older(ages: Sequence[int | None], record: Mapping[str, Any]) -> list[int | None]:
+    """Rounds since each class was released last, null before it was."""
+    pairs = zip(ages, record["class_released"], strict=True)
+    return [0 if released else None if age is None else age + 1 for age, released in pairs]
 
 
 def _settings(readings: Mapping[str, Reading], runs: Mapping[str, Any]) -> list[dict[str, Any]]:

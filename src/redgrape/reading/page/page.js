@@ -3,7 +3,6 @@
 
 const FIGURES = { accuracy: "Overall", balanced: "Class-balanced", head: "Head", middle: "Middle", tail: "Tail" };
 const GROUPS = { head: "Head: the frequent classes", middle: "Middle", tail: "Tail: the rare classes" };
-const SERVED = { real: "own examples", prototype: "prototypes", nothing: "nothing yet" };
 const COLOURS = 7; // beside the first, which is RedGrape's own
 const MARKERS = [ // each within a box of 8 by 8 about the point
   "M-4,0a4,4 0 1,0 8,0a4,4 0 1,0 -8,0Z", "M-3.5,-3.5h7v7h-7Z", "M0,-4.5L4.3,3.4H-4.3Z", "M0,-5L4.4,0L0,5L-4.4,0Z",
@@ -29,8 +28,8 @@ const READ = {
     holds any of it.`,
   holding: `Each row is a client, each column a class, from frequent to rare: the number of its training examples
     (darker is more, empty is none). Clients differ in what they hold and in how much.`,
-  ages: `How many rounds ago the prototype of a class was made. It is made anew when a client of the round holds the
-    class; where nobody does, the old one stays and ages (darker).`,
+  ages: `How many rounds ago the server had enough reports of a class. If a round has too few clients that report it, the
+    last release stays and ages (darker).`,
   seconds: `Mean wall-clock time of a round, all clients of it: training (strong) and evaluation (pale). It depends on
     the machine, and on what else ran on it.`,
   bytes: "What a client receives (strong) and sends (pale) in one round, in MB of 10⁶ bytes.",
@@ -560,53 +559,25 @@ function confusionCard() {
     note(`In %, of the model after the last round${seeds}.`));
 }
 
-// Prototypes
+// Class rows
 
-function prototypeCards() {
-  const having = setting().methods.filter((method) => runsOf(method).some((run) => run.served));
-  return having.length ? [heading("Prototypes"), servedCard(having), agesCard(having)] : [];
-}
+const releasing = (id) => data.rounds[id]?.age?.some((ages) => ages);
 
-function servedCard(having) {
-  const method = having.find((m) => m.label === chosen.served) || having[0];
-  const run = runsOf(method).find((r) => r.served), classes = sum(run.served[0]);
-  const left = 34, right = chartWidth - 4, top = 8, bottom = 200, room = (right - left) / run.served.length;
-  const x = (k) => left + (k + 0.5) * room, y = (count) => bottom - (count / classes) * (bottom - top);
-  const root = canvas(bottom + 40, "Classes served by real data and by prototypes, per client");
-  drawTicks(root, niceTicks(0, classes, 5).filter(Number.isInteger), y, left, right, String);
-  run.served.forEach((parts, k) => Object.keys(SERVED).forEach((kind, i) => {
-    const from = sum(parts.slice(0, i)), high = y(from + parts[i]), tall = y(from) - high;
-    rect(root, `bar ${kind}`, x(k) - room * 0.4, high, room * 0.8, tall);
-    const ink = kind === "real" ? "small on" : "small dark";
-    if (room > 22 && tall > 14) write(root, x(k), high + tall / 2 + 4, String(parts[i]), "middle", ink);
-  }));
-  drawNames(root, run.served.map((_, k) => String(k)), x, bottom, false, room / 2.2);
-  write(root, (left + right) / 2, bottom + 35, "client");
-  const swatch = (kind) => html("span", { class: `swatch ${kind}` });
-  hoverable(root, (px) => within(Math.floor((px - left) / room), 0, run.served.length - 1), (k) => {
-    const rows = Object.entries(SERVED).map(([kind, words], i) =>
-      tipRow(swatch(kind), words, plural(run.served[k][i], "class")));
-    return [[html("b", {}, `client ${k}`), ...rows], x(k), top];
-  }, run.served.length);
-  const enough = run.threshold === "inf" ? "No number of its own examples is enough here"
-    : `From ${run.threshold} examples on, its own serve (bottom)`;
-  const read = `To re-balance its classifier a client needs every class. ${enough}; for the other classes the server's `
-    + "gradient prototypes stand in (above).";
-  return card("Classes served by real data and by prototypes", read, methodChoice("served", having, method), root,
-    html("p", { class: "key" }, Object.entries(SERVED).map(([kind, words]) => html("span", {}, swatch(kind), words))),
-    note(`${method.label}, seed ${run.seed}, after round ${run.done}.`));
+function classRowCards() {
+  const having = setting().methods.filter((method) => method.runs.some(releasing));
+  return having.length ? [heading("Class rows"), agesCard(having)] : [];
 }
 
 function agesCard(having) {
-  const title = "Age of the prototypes";
-  const runs = having.flatMap((method) => method.runs.filter((id) => data.runs[id]?.served)
+  const title = "Age of what is known of a class";
+  const runs = having.flatMap((method) => method.runs.filter(releasing)
     .map((id) => [id, `${method.label}, seed ${data.runs[id].seed}`]));
   const id = runs.some(([key]) => key === chosen.ages) ? chosen.ages : runs[0][0];
   const { order, class_names: names } = data.splits[data.runs[id].split], { round, age } = data.rounds[id];
   const oldest = largest([0, ...age.map((ages) => largest((ages || []).map((a) => a ?? 0)))]);
   const runChoice = choice("ages", "run", runs, id);
   if (!oldest) {
-    const fresh = `In each of the ${round.length} rounds some client held every class that there is: all were fresh.`;
+    const fresh = `In each of the ${round.length} rounds enough clients reported every class that there is: all were fresh.`;
     return card(title, READ.ages, runChoice, missing(fresh));
   }
   const room = within(Math.floor(chartWidth / 14), 12, 60), width = Math.ceil(round.length / room);
@@ -615,7 +586,7 @@ function agesCard(having) {
   const eldest = (i, s) => largest(spans[s].map((t) => age[t]?.[order[i]] ?? 0));
   const named = (span) => [...new Set([round[span[0]], round[span[span.length - 1]]])].join(" to ");
   const map = heatMap({
-    label: "Age of each class's prototype over the rounds",
+    label: "Age of what is known of each class over the rounds",
     rows: order.map((c) => names[c]), rowTitle: "class",
     columns: spans.map((span) => String(round[span[0]])), columnTitle: "round",
     value: eldest, strength: (rounds) => rounds / oldest, format: String,
@@ -774,7 +745,7 @@ function charts() {
     : [missing("Every method is switched off; switch one on above.")];
   return [
     ...suites().map(suiteCard), overviewCard(), named, resultsCard(), legend(), ...compared,
-    heading("Data"), aboutCard(), tailCard(), holdingCard(), ...prototypeCards(),
+    heading("Data"), aboutCard(), tailCard(), holdingCard(), ...classRowCards(),
     ...(shown().length ? [heading("Cost"), ...costCards()] : []),
     heading("Reproduce it"), commandsCard(), damagedCard(),
   ];

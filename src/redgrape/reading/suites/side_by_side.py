@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
-from redgrape.cli.main import ending_at_signals
 from redgrape.engines.pool import uninterrupted, without_main
 from redgrape.errors import RedgrapeError
 from redgrape.reading.suites.found_cells import Standing
@@ -49,5 +48,5 @@ def carry_out(work: Callable[..., object], arguments: Sequence[Any], processes: 
 def _carry_out(work: Callable[..., object], arguments: Sequence[Any]) -> None:
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG: when the parent ends
-    with suppress(KeyboardInterrupt, RedgrapeError), ending_at_signals():
+    with suppress(KeyboardInterrupt, RedgrapeError):
         work(*arguments)

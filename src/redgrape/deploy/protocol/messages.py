@@ -1,0 +1,227 @@
+"""The questions and answers that cross between server and site, each with what its header says.
+
+Nothing that comes over the wire is trusted: both sides read headers here, and every field is held to its type. Tensors
+travel beside the header (wire.py), each group by the name that its message `carries`.
+
+    join        who is this, and does its data fit
+    survey      what a method must know before the first round
+    train       a client's round
+    evaluate    how a model does on the site's test set
+    sum         one stage of a secure sum (secure_sum.py) of what the site would answer to one of the last three
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, dataclass, fields
+from typing import Any, ClassVar, Generic, NamedTuple, Self, TypeAlias, TypeVar
+
+from redgrape.deploy.protocol.wire import PROTOCOL, Header, NotUnderstood, Parts
+
+_TYPES: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
+    "int": ("a whole number", lambda value: type(value) is int and abs(value) < 1 << 63),
+    "float": ("seconds above 0", lambda value: type(value) in (int, float) and 0 < value <= 1e9),
+    "str": ("text", lambda value: isinstance(value, str)),
+    "bool": ("true or false", lambda value: isinstance(value, bool)),
+    "dict[str, Any]": ("a table", lambda value: isinstance(value, dict)),
+    "list[Any]": ("a list", lambda value: isinstance(value, list)),
+    "list[int]": ("a list of whole numbers", lambda v: isinstance(v, list) and all(type(n) is int for n in v)),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Message:
+    carries: ClassVar[str] = ""  # the name of its tensors
+
+    def to_header(self) -> Header:
+        said = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {"protocol": PROTOCOL} | {name: value for name, value in said.items() if value is not None}
+
+    @classmethod
+    def from_header(cls, header: Header) -> Self:
+        """NotUnderstood where a field is not what it must be."""
+        if header.get("protocol") != PROTOCOL:
+            raise NotUnderstood(f"it speaks protocol {str(header.get('protocol'))[:40]}, and we speak {PROTOCOL}")
+        said: dict[str, Any] = {}
+        for field in fields(cls):
+            value = header.get(field.name)
+            if value is None and field.default is not MISSING:
+                continue
+            what, holds = _TYPES[str(field.type).removesuffix(" | None")]
+            if not holds(value):
+                raise NotUnderstood(f"'{field.name}' must be {what}, and is {str(value)[:40]}")
+            said[field.name] = value
+        return cls(**said)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question(_Message):
+    kind: ClassVar[str]
+
+    deadline: float  # seconds
+    round: int = 0  # none
+
+    def to_header(self) -> Header:
+        return {**super().to_header(), "kind": self.kind}
+
+
+@dataclass(frozen=True, kw_only=True)
+class JoinQuestion(Question):
+    kind = "join"
+
+
+@dataclass(frozen=True, kw_only=True)
+class _OfRun(Question):
+    run: str  # the name by which sites keep their states
+    experiment: str  # TOML
+
+
+@dataclass(frozen=True, kw_only=True)
+class SurveyQuestion(_OfRun):
+    kind = "survey"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainQuestion(_OfRun):
+    """`state`: the round that the client's state must be of; none before its first. `reach`: how many rounds the server
+    may go back."""
+
+    kind, carries = "train", "broadcast"
+
+    reach: int
+    state: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluateQuestion(_OfRun):
+    kind, carries = "evaluate", "model"
+
+
+class Stage(NamedTuple):
+    """A stage of a secure sum. Who `arrived`, and who was `lost`, is told in the last."""
+
+    name: str
+    arrived: list[int] | None = None
+    lost: list[int] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class SumQuestion(_OfRun):
+    """A stage of the sum that has this name, and all that the question has whose answers are added."""
+
+    kind = "sum"
+
+    sum: str
+    of: str
+    stage: str
+    arrived: list[int] | None = None
+    lost: list[int] | None = None
+    reach: int | None = None
+    state: int | None = None
+
+    @classmethod
+    def about(cls, question: Question, name: str, stage: Stage, deadline: float) -> SumQuestion:
+        more = {"sum": name, "of": question.kind, "stage": stage.name, "arrived": stage.arrived, "lost": stage.lost}
+        return cls.from_header({**question.to_header(), **more, "deadline": deadline})
+
+    def added(self) -> Question:
+        """The question whose answers are added."""
+        if self.of not in ("survey", "train", "evaluate"):
+            raise NotUnderstood(f"the server asks for a sum of {self.of[:40]!r}, which is not known here")
+        return read_question({**self.to_header(), "kind": self.of})
+
+
+_QUESTIONS: Mapping[str, type[Question]] = {
+    question.kind: question for question in (JoinQuestion, SurveyQuestion, TrainQuestion, EvaluateQuestion, SumQuestion)
+}
+
+
+def read_question(header: Header) -> Question:
+    kind = header.get("kind")
+    if not isinstance(kind, str) or kind not in _QUESTIONS:
+        raise NotUnderstood(f"the server asks {str(kind)[:40]!r}, which is not known here")
+    return _QUESTIONS[kind].from_header(header)
+
+
+def deadline_of(header: Header) -> float:
+    """The seconds of a question; 0 where it is none, and will be answered with an error at once."""
+    try:
+        return read_question(header).deadline
+    except NotUnderstood:
+        return 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer(_Message):
+    site: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class JoinAnswer(Answer):
+    """In secure sums alone no number of examples is told."""
+
+    name: str
+    sites: int
+    agreement: dict[str, Any]
+    secure_aggregation: bool
+    evaluates: bool
+    redgrape: str
+    torch: str
+    numpy: str
+    machine: str
+    cpu: str
+    examples: int | None = None
+    tests: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class SurveyAnswer(Answer):
+    carries = "survey"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainAnswer(Answer):
+    carries = "update"
+
+    round: int
+    has_state: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluateAnswer(Answer):
+    carries = "scores"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SumAnswer(Answer):
+    """`layout`: names and shapes of what was masked. `has_state`: as in the answer that was added."""
+
+    layout: list[Any] | None = None
+    has_state: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failure(_Message):
+    error: str
+    site: int | None = None
+
+
+A = TypeVar("A", bound=Answer)
+
+
+@dataclass(frozen=True)
+class Reply(Generic[A]):
+    """A site's answer with its tensors."""
+
+    answer: A
+    parts: Parts
+
+
+def read_answer(header: Header, kind: type[A]) -> A | Failure:
+    """A site that speaks another protocol says so in its failure."""
+    if "error" in header:
+        return Failure.from_header({**header, "protocol": PROTOCOL})
+    return kind.from_header(header)
+
+
+Letter: TypeAlias = tuple[Question, Parts]

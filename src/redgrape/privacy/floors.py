@@ -1,0 +1,47 @@
+"""What the floors of sites refuse: parts of an update, or a survey, that would tell of few examples or of few sites."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from redgrape.exchange import Exchange, Parts
+from redgrape.exchange.parts import class_rows
+
+
+def too_much(
+    exchange: Exchange,
+    parts: Parts,
+    survey: Iterable[str],
+    *,
+    min_count: int,
+    min_clients: int,
+    secure_aggregation: bool,
+    num_classes: int,
+) -> str | None:
+    """Why these parts, and a survey with these names, disclose more than the floors allow; else None."""
+    rows = class_rows(parts)
+    if rows and exchange.min_count < min_count:
+        return (
+            f"exchange.min_count is {exchange.min_count}, and no site reports a class of which it holds fewer than "
+            f"{min_count} examples (min_count in deploy.toml and site.toml); raise it"
+        )
+    if rows and exchange.min_clients < min_clients:
+        return (
+            f"exchange.min_clients is {exchange.min_clients}, and no class is released that fewer than "
+            f"{min_clients} sites report (min_clients in deploy.toml and site.toml); raise it"
+        )
+    if secure_aggregation or min_count == 1:  # sites tell nothing but parts of sums, or anything
+        return None
+    solvable = num_classes - 1
+    if any(part.gradient for part in rows.values()) and solvable >= exchange.min_count:
+        return (
+            f"class gradients of up to {solvable} examples can be solved for every one of them, and this experiment "
+            f"sends them from {exchange.min_count} on; raise exchange.min_count to {solvable + 1}, or use secure "
+            "aggregation"
+        )
+    if asked := ", ".join(survey):
+        return (
+            f"the method asks every client for its {asked}, and sites tell of no class of which they hold fewer than "
+            f"{min_count} examples; use secure aggregation, or set min_count=1 in deploy.toml and every site.toml"
+        )
+    return None
