@@ -24,7 +24,7 @@ from redgrape.cli import main as cli
 from redgrape.data.sources import READERS
 from redgrape.methods.redgrape import RedGrape
 from redgrape.runs.experiment import Experiment
-from redgrape.testing import engines_agree
+from redgrape.testing.clauses import engines_agree
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
