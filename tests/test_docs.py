@@ -134,14 +134,14 @@ def test_commands_describe_experiments_that_can_be(page: Path) -> None:
 
 def test_scripts_named_in_documents_exist() -> None:
     for page in PAGES:
-        for name in re.findall(r"scripts/[a-z]+", page.read_text()):
+        for name in re.findall(r"scripts/\w+(?!\w*\.py)", page.read_text()):
             assert os.access(ROOT / name, os.X_OK), f"{page.name} names {name}"
 
 
 def test_files_named_in_documents_and_scripts_exist() -> None:
     """Tests and benchmarks that a document or scripts/faults.py names."""
     for page in [*PAGES, ROOT / "docs/methods/make_pages.py"]:
-        for name in re.findall(r"\b(?:tests|benchmarks|src|examples)/[\w/-]+\.py\b", page.read_text()):
+        for name in re.findall(r"\b(?:tests|benchmarks|src|examples|scripts)/[\w/-]+\.py\b", page.read_text()):
             assert (ROOT / name).exists(), f"{page.name} names {name}"
     for name in runpy.run_path(str(ROOT / "scripts/faults.py"))["TESTS"]:
         assert (ROOT / "tests" / name).exists(), f"scripts/faults.py names {name}"

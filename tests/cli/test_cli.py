@@ -417,7 +417,7 @@ def test_methods(command: Command, remembering: Path) -> None:
     assert by_name["fedavg"]["down"] == parameters
     assert by_name["scaffold"]["down"] == 2 * parameters
     assert by_name["scaffold"]["assumes"] == "state at the clients"
-    assert by_name["fedic"]["assumes"] == "balanced data at the server"
+    assert by_name["fedic"]["assumes"] == "single updates, balanced data at the server"
     assert by_name["balanced_softmax"]["assumes"] == "the clients' summed class counts"
     text = good(command("methods", *small)).out
     assert all(row["method"] in text for row in listed)
@@ -878,7 +878,7 @@ WITHOUT_TORCH = """
 import sys
 import redgrape
 assert "torch" not in sys.modules, "import redgrape"
-from redgrape import cli
+from redgrape.cli import main as cli
 for arguments in (["--help"], ["--version"], ["run", "--help"], ["ls", sys.argv[1]], ["show", sys.argv[1]]):
     try:
         code = cli.run(arguments)

@@ -471,7 +471,7 @@ def test_no_run_writes_what_there_is(small: Path, command: Command, tmp_path: Pa
 KILLED = """
 import sys
 from pathlib import Path
-from redgrape import cli
+from redgrape.cli import main as cli
 from redgrape.reading.suites import description
 description.FOLDERS = (Path(sys.argv[1]),)
 cli.main(sys.argv[2:])
@@ -1127,7 +1127,7 @@ def test_durations_are_as_fine_as_estimates() -> None:
 def test_the_wheel_holds_the_suites() -> None:
     built = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["wheel"]
     assert built["force-include"] == {"experiments/suites": "redgrape/experiments"}
-    assert description.FOLDERS[0] == Path(description.__file__).parents[1] / "experiments"
+    assert description.FOLDERS[0] == Path(redgrape.__file__).parent / "experiments"
 
 
 @pytest.mark.parametrize("page", ["results", "results-quick"])

@@ -444,7 +444,7 @@ CRASHES = """
 import json, os, shutil, sys
 from pathlib import Path
 import torch
-from redgrape import durable
+from redgrape.runs import durable
 from redgrape.cli.main import run
 import redgrape.cli.commands.training
 

@@ -26,6 +26,7 @@ from redgrape.errors import ConfigError, DataError, StorageError
 from redgrape.method import Site
 from redgrape.privacy.disclosure import told_by
 from redgrape.privacy.ledger import PrivacyLedger
+from redgrape.runs.durable import ordinary
 from redgrape.runs.experiment import Experiment
 from redgrape.runs.folder import RunFolder
 from redgrape.training import RunState, Step, Training, exchanged
@@ -336,7 +337,7 @@ def file_digests(experiment: Experiment) -> dict[str, str]:
 def _digests(method: str, weights: str | None = None) -> dict[str, str]:
     paths = [Path(name) for name in (method if method.endswith(".py") else None, weights) if name is not None]
     try:
-        return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in paths}
+        return {path.name: hashlib.sha256(ordinary(path, DataError).read_bytes()).hexdigest() for path in paths}
     except OSError as error:
         raise DataError(f"cannot read '{error.filename}': {error.strerror}") from error
 
