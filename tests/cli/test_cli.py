@@ -543,8 +543,8 @@ BAD = [
     ("run -c method.lr=inf", 2, "method.lr is inf"),
     ("run --workers 0", 2, "'0' is not a whole number of at least 1"),
     ("run --workers two", 2, "'two' is not a whole number of at least 1"),
-    ("run --clients-per-round 30", 2, "clients_per_round is 30, and there are only 10 data.clients"),
-    ("run deep.toml", 2, "a key of more than 100 parts"),
+    ("run --clients-per-round 30", 2, "clients_per_round is 30, but data.clients is only 10"),
+    ("run deep.toml", 2, "a key has more than 100 parts"),
     ("run -c " + "a." * 20000 + "a=1", 2, "has 20001 parts; a key has at most 100"),
     ("run missing.toml", 2, "cannot read the experiment 'missing.toml'"),
     ("run PIPE", 2, "is a pipe or a device; name an ordinary file"),
@@ -580,8 +580,8 @@ BAD = [
     ("compare fedavg --experiment TOML --net cnn --workers 1", 2, "net 'cnn' needs images"),
     ("resume RUN --rounds 1", 2, "choose more"),
     ("methods --classes -3", 2, "'-3' is not a whole number of at least 1"),
-    ("methods --classes 999999999", 2, "too many numbers to try"),
-    ("methods --shape 1,99999,99999", 2, "too many numbers to try"),
+    ("methods --classes 999999999", 2, "too large to try"),
+    ("methods --shape 1,99999,99999", 2, "too large to try"),
     ("methods --shape 1,2000,2000", 2, "net 'cnn' would have 8,192,057,738 weights"),
     ("methods nope", 2, "unknown method 'nope'"),
     ("data", 2, "required: COMMAND"),
@@ -649,7 +649,7 @@ def test_an_interruption_in_this_process(command: Command, toml: Path, monkeypat
     monkeypatch.setattr(training, "carry_out", interrupted)
     outcome = command("run", toml)
     assert outcome.code == 130
-    assert outcome.err.startswith("redgrape: interrupted; `redgrape resume RUN` goes on")
+    assert outcome.err.startswith("redgrape: interrupted; run `redgrape resume RUN` to continue")
     assert len(outcome.err.splitlines()) == 1
 
 
@@ -741,7 +741,7 @@ def test_what_was_interrupted_among_several_runs_goes_on_by_the_same_command(
         monkeypatch.setattr(module, "described" if words[0] != "reproduce" else "cores", interrupted)
     outcome = command(*words)
     assert outcome.code == 130
-    assert outcome.err.startswith("redgrape: interrupted; the same command goes on from the last finished round")
+    assert outcome.err.startswith("redgrape: interrupted; run the same command to continue from the last")
 
 
 def test_compare_takes_one_seed_or_several(command: Command, toml: Path, tmp_path: Path) -> None:
@@ -773,7 +773,7 @@ def test_control_c_with_workers(command: Command, six_rounds: tuple[Path, Path],
     assert process.returncode == 130
     assert out == ""
     assert "Traceback" not in err
-    assert err.splitlines()[-1].startswith("redgrape: interrupted; `redgrape resume RUN` goes on")
+    assert err.splitlines()[-1].startswith("redgrape: interrupted; run `redgrape resume RUN` to continue")
     check_gone(children)
     good(command("resume", run, "--workers", 1))
     assert written(run) == written(straight)

@@ -154,7 +154,7 @@ def test_signals(tmp_path: Path, tally: Tally, tries: list[tuple[str, int, int, 
         if count == 1:
             word = "interrupted" if number == signal.SIGINT else "terminated"
             assert len(result["said"]) == 1, result
-            assert result["said"][0].startswith(f"redgrape: {word}; `redgrape resume RUN` goes on"), result
+            assert result["said"][0].startswith(f"redgrape: {word}; run `redgrape resume RUN` to continue"), result
         assert not any("Traceback" in line for line in result["said"]), result
         assert (result["again"], result["wrong"]) == (0, []), result
         survived += 1
