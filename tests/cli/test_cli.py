@@ -241,7 +241,7 @@ def test_resume_passes_over_what_is_damaged_and_says_so(
     outcome = good(command("resume", copied, "--workers", 1))
     assert "note: " in outcome.err
     assert "is damaged" in outcome.err
-    assert "going on from round 1" in outcome.err
+    assert "continuing from round 1" in outcome.err
     assert written(copied) == written(finished)
 
 
@@ -301,7 +301,7 @@ def test_compare(command: Command, toml: Path, tmp_path: Path) -> None:
     everything = tree_of(tmp_path)
     refused = command(*compared(toml, "--rounds", 3))
     assert refused.code == 2
-    assert "holds another experiment; put back what was, name another folder with --out" in refused.err
+    assert "holds another experiment; restore the original, choose another folder with --out" in refused.err
     new_and_other = ["compare", "fedavg:lr=9.0", "fedavg", "--seeds", "0", "--experiment", toml, "--lr", "0.3"]
     assert command(*new_and_other, "--out", "cmp", "--workers", 1).code == 2
     assert tree_of(tmp_path) == everything  # all are checked before one is trained
@@ -570,8 +570,8 @@ BAD = [
     ("run TOML --workers 1 --device nonsense", 2, "device 'nonsense' cannot be used here"),
     ("run TOML --workers 1 --net cnn", 2, "net 'cnn' needs images"),
     ("run TOML --workers 1 -c data.flip=true", 2, "are for images"),
-    ("run TOML --out RUN", 2, "exists already"),
-    ("run TOML --out note.txt", 2, "exists already"),
+    ("run TOML --out RUN", 2, "already exists"),
+    ("run TOML --out note.txt", 2, "already exists"),
     ("compare nonsense", 2, "unknown method 'nonsense'"),
     ("compare fedavg fedavg", 2, "name every method once"),
     ("compare fedavg:lam=1", 2, "unknown key 'method.lam'"),

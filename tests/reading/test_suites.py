@@ -607,7 +607,7 @@ def test_control_c_ends_all_that_run_side_by_side(tmp_path: Path) -> None:
     os.killpg(process.pid, signal.SIGINT)
     _, err = process.communicate()
     assert (process.returncode, err.count("\n")) == (130, 1), err
-    assert err.startswith("redgrape: interrupted; the same command goes on")
+    assert err.startswith("redgrape: interrupted; run the same command to continue")
     for path in tmp_path.rglob("metrics.jsonl"):
         with RunFolder.open(path.parent).locked():
             pass
