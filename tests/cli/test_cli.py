@@ -371,7 +371,7 @@ def test_show(command: Command, finished: Path, copied: Path) -> None:
     assert f"{100 * summary_of(finished)['mean_of_last']['tail']:.1f}" in text
     assert json.loads((finished / "environment.json").read_bytes())["split"] in text
     (copied / "summary.json").unlink()
-    assert f"`redgrape resume {copied}` continues it" in good(command("show", copied)).out
+    assert f"continue it with `redgrape resume {copied}`" in good(command("show", copied)).out
 
 
 def test_show_gives_json_of_an_infinite_threshold(command: Command, toml: Path) -> None:
@@ -401,9 +401,7 @@ def test_a_damaged_run_is_said_to_be(command: Command, copied: Path, name: str, 
         outcome = command(*arguments)
         assert outcome.code == code, outcome
         assert len(outcome.err.splitlines()) == 1
-        assert (
-            "copied' cannot be read as a run" in outcome.err or "is damaged: it is not that of the run" in outcome.err
-        )
+        assert "copied' cannot be read as a run" in outcome.err or "is damaged: it does not match the" in outcome.err
 
 
 def test_methods(command: Command, remembering: Path) -> None:
@@ -454,7 +452,7 @@ def test_data_show(command: Command, toml: Path, finished: Path, tmp_path: Path)
     assert not list(tmp_path.iterdir())
     text = good(command("data", "show", toml, "--out", "who.png")).out
     assert environment["split"][:16] in text
-    assert "who holds what: who.png" in text
+    assert "examples of each client: who.png" in text
     assert (tmp_path / "who.png").read_bytes().startswith(PNG)
 
 
@@ -814,7 +812,7 @@ def test_a_real_call_with_bad_input(tmp_path: Path) -> None:
     done = redgrape_process("ls", "nowhere", cwd=tmp_path)
     assert (done.returncode, done.stdout) == (74, "")
     assert done.stderr.splitlines() == [
-        "redgrape: there is no folder 'nowhere'; `redgrape run` makes runs, or name another folder"
+        "redgrape: there is no folder 'nowhere'; create a run with `redgrape run`, or choose another folder"
     ]
 
 
