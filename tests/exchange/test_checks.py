@@ -789,4 +789,4 @@ def test_a_run_says_whom_it_refused_throughout(tmp_path: Path, tiny: Callable[..
     resumed = Run(RunFolder.open(tmp_path / "run"), workers=1)
     assert [list(step.record["rejected"]) for step in resumed.steps()] == [["1"], ["1"]]
     (note,) = resumed.notes
-    assert note.startswith("client 1 was refused in every round that it answered (in round 3: 'count' is ")
+    assert note.startswith("client 1 was rejected in every round that it answered (in round 3: 'count' is ")

@@ -351,7 +351,7 @@ def test_settings_that_promise_nothing_are_refused_before_anything_is_read() -> 
         Experiment.parse(values)
     with pytest.raises(ConfigError, match="needs 7 clients a round; there are 6"):
         Experiment.parse({**values, "clients_per_round": 6, "exchange": {"rule": "krum", "byzantine": 2}})
-    with pytest.raises(ConfigError, match="min_answers is 7, and a round has only 6 clients"):
+    with pytest.raises(ConfigError, match="min_answers is 7, but a round has only 6 clients"):
         Experiment.parse({"clients_per_round": 6, "min_answers": 7})
     with pytest.raises(ConfigError, match="needs 11 clients a round; there are 9"):
         rg.Training(FedAvg(), MANY.federation, MANY.build, rounds=1, exchange=Exchange(rule="krum", byzantine=4))

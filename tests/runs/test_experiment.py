@@ -215,7 +215,7 @@ def test_own_data_keeps_its_imbalance() -> None:
         ({"data": {"ir": 10**400}}, "data.ir is 1000"),
         ({"data": {"alpha": 0}}, "data.alpha is 0; it must be at least 1e-06"),
         ({"data": {"tail_classes": [1, "two"]}}, "data.tail_classes.1 is 'two'"),
-        ({"data": {"source": "\udcff.npz"}}, "is no text"),
+        ({"data": {"source": "\udcff.npz"}}, "is not valid text"),
         ({"data": 3}, "data is 3; input should be a valid dictionary"),
         ({"method": "fedavg"}, "method is 'fedavg'; input should be a valid dictionary"),
         ({"seed": -1}, "seed is -1; it must be at least 0"),
@@ -223,7 +223,7 @@ def test_own_data_keeps_its_imbalance() -> None:
         ({"rounds": True}, "rounds is True; input should be a valid integer"),
         ({"rounds": 3.0}, "rounds is 3.0; input should be a valid integer"),
         ({"rounds": "3"}, "rounds is '3'; input should be a valid integer"),
-        ({"clients_per_round": 11}, "clients_per_round is 11, and there are only 10 data.clients"),
+        ({"clients_per_round": 11}, "clients_per_round is 11, but data.clients is only 10"),
         ({"method": {"momentum": 1.0}}, "method.momentum is 1.0; it must be below 1"),
         ({"method": {"lr_final": math.nan}}, "method.lr_final is nan"),
         ({"method": {"threshold": math.nan}}, "method.threshold is nan; it must be at least 1"),
@@ -540,9 +540,9 @@ def test_initial_weights(tmp_path: Path) -> None:
     assert (net.encoder[1].weight == 0.5).all()
     assert torch.equal(net.classifier.weight, make(None).classifier.weight)
     for name, words in {
-        "other": "holds no weights for this encoder",
-        "head": "holds no weights for this encoder",
-        "shape": "and the net's is",
+        "other": "has no weights for this encoder",
+        "head": "has no weights for this encoder",
+        "shape": "but the net needs",
         "cut": "cannot read initial weights",
         "missing": "cannot read initial weights",
     }.items():

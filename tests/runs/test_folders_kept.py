@@ -277,7 +277,7 @@ def test_compare_takes_no_run_of_other_data(command: Command, toml: Path, own: P
     change(own)
     before = tree_of(Path("runs"))
     line = refused(command("compare", "redgrape", "fedavg", *shared), 2)
-    assert "fedavg-seed3' is not what is asked for: the split was " in line
+    assert "fedavg-seed3' does not match the request: the split was " in line
     assert "--out" in line and "--overwrite" in line
     assert tree_of(Path("runs")) == before
     good(command("compare", "redgrape", "fedavg", *shared, "--out", "elsewhere"))
