@@ -698,7 +698,7 @@ def test_below_the_minimum_the_run_diverges_or_has_too_few_clients() -> None:
     assert after(method, [(0, honest[0]), (1, nan)], start, min_answers=1).record["answered"] == [0]
     with pytest.raises(Diverged, match=r"^DIVERGED in round 2: client 1: tensor '\S+' is not finite; lower the lea"):
         after(method, [(0, honest[0]), (1, nan)], start, min_answers=2)
-    says = r"^1 of 4 clients gave an answer that counts in round 2, and 2 are needed; client 1: tensor 'loss' is \[1\]"
+    says = r"^1 of 4 clients gave an accepted answer in round 2, and 2 are needed; client 1: tensor 'loss' is \[1\]"
     with pytest.raises(TooFewClients, match=says):
         after(method, [(0, honest[0]), (1, shape)], start, min_answers=2)
     with pytest.raises(TooFewClients, match=r"^no client answered in round 2$"):
@@ -755,7 +755,7 @@ def test_a_run_says_whom_it_lost(tmp_path: Path, tiny: Callable[..., dict[str, A
     assert [list(record["lost"]) for record in records] == [["1"], ["1"]]
     (note,) = run.notes
     assert note.startswith("client 1 failed three times in round 1 and was left out of it (the process ended with code")
-    with pytest.raises(TooFewClients, match=r"^2 of 3 clients gave an answer that counts in round 1, and 3 are needed"):
+    with pytest.raises(TooFewClients, match=r"^2 of 3 clients gave an accepted answer in round 1, and 3 are needed"):
         folder = RunFolder.create(tmp_path / "strict", Experiment.parse({**values, "min_answers": 3}))
         list(Run(folder, workers=2).steps())
     assert folder.latest()[0] is None

@@ -219,7 +219,7 @@ def test_own_data_keeps_its_imbalance() -> None:
         ({"data": 3}, "data is 3; input should be a valid dictionary"),
         ({"method": "fedavg"}, "method is 'fedavg'; input should be a valid dictionary"),
         ({"seed": -1}, "seed is -1; it must be at least 0"),
-        ({"seed": 10**5000}, "seed is a number of too many digits; it must be at most"),
+        ({"seed": 10**5000}, "seed is a number with too many digits; it must be at most"),
         ({"rounds": True}, "rounds is True; input should be a valid integer"),
         ({"rounds": 3.0}, "rounds is 3.0; input should be a valid integer"),
         ({"rounds": "3"}, "rounds is '3'; input should be a valid integer"),
