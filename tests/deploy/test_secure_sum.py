@@ -458,7 +458,7 @@ class Liar(Site):
 
 
 LIES: dict[str, tuple[Callable[[dict[str, Any]], dict[str, Any]], str]] = {
-    "huge": (lambda s: {**s, "delta": {n: t + 1e7 for n, t in s["delta"].items()}}, "has the length"),
+    "huge": (lambda s: {**s, "delta": {n: t + 1e7 for n, t in s["delta"].items()}}, "has length"),
     "count": (lambda s: {**s, "count": s["count"] - 1000}, "in all; 3 clients have at least one example each"),
     "classes": (
         lambda s: {**s, "prototypes": {**s["prototypes"], "clients": s["prototypes"]["clients"] + 2}},

@@ -508,7 +508,7 @@ def test_an_update_beyond_all_measure_is_rejected(factor: float) -> None:
         sent = honest[1]._replace(update={**honest[1].update, group: long})
         state = after(method, [(0, honest[0]), (1, sent)], start)
         assert state.record["answered"] == [0]
-        assert state.record["rejected"]["1"].startswith(f"'{group}' has the length")
+        assert state.record["rejected"]["1"].startswith(f"'{group}' has length")
 
 
 # Beside the other clients of the round
@@ -589,7 +589,7 @@ def test_a_step_that_is_far_longer_than_the_others_is_rejected(name: str, group:
     start, answers = first_round(method)
     names = [n for n in tree.flatten(answers[0][1].update) if n.startswith(group)]
     reason = refused(method, lying(answers, **{n: lambda t: factor * t for n in names}), start)
-    assert reason.startswith(f"'{group[:-1]}' has the length ")
+    assert reason.startswith(f"'{group[:-1]}' has length ")
 
 
 @pytest.mark.parametrize(("name", "group"), [("redgrape", "prototypes"), ("creff", "class_gradients")])
@@ -622,7 +622,7 @@ def test_outliers_by_hand() -> None:
         return {k: Measures(n, {"delta": length}, {}, {}) for k, (length, n) in enumerate(each)}
 
     (reason,) = outliers(of(1, 2, 3, 50), parts, model).values()
-    assert str(reason) == "'delta' has the length 50; beside the other clients' 25 is the most"
+    assert str(reason) == "'delta' has length 50; given the other clients, at most 25 is plausible"
     assert outliers(of(1, 2, 3, 25), parts, model) == outliers(of(1, 2, 3, 599, last=40), parts, model) == {}
     assert (
         outliers(of(0, 0, 0, 2), parts, model)

@@ -370,7 +370,7 @@ def test_a_sum_is_held_to_the_length_of_one_update() -> None:
     """Three updates that are taken one by one are taken as a sum; three that are not, are not."""
     parts: Parts = {"tally": Sum(vector(0))}
     both([{"tally": vector(0.9 * LONGEST)}] * 3, parts)
-    with pytest.raises(TooLong, match="'tally' has the length"):
+    with pytest.raises(TooLong, match="'tally' has length"):
         both([{"tally": vector(1.1 * LONGEST)}] * 3, parts)
 
 

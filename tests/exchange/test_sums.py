@@ -132,7 +132,7 @@ LIES: dict[str, tuple[Callable[[dict[str, Any]], Any], type[RedgrapeError], str]
     "examples below zero": (_set("count", torch.neg), TooFewClients, "in all; 3 clients have at least one"),
     "too many clients": (_set("prototypes/clients", lambda t: t + 3), TooFewClients, "cannot be those of 3"),
     "clients below zero": (_set("prototypes/clients", lambda t: t - 3), TooFewClients, "cannot be those of 3"),
-    "beyond all measure": (_set("delta/classifier.bias", lambda t: t + 1e9), Diverged, "has the length"),
+    "beyond all measure": (_set("delta/classifier.bias", lambda t: t + 1e9), Diverged, "has length"),
     "not finite": (_set("delta/classifier.bias", lambda t: t / 0), Diverged, "is not finite"),
     "another shape": (_set("delta/classifier.bias", lambda t: t[:1]), TooFewClients, "it must be"),
     "another dtype": (_set("delta/classifier.bias", lambda t: t.float()), TooFewClients, "it must be torch.float64"),

@@ -230,7 +230,7 @@ def test_own_data_keeps_its_imbalance() -> None:
         ({"method": {"threshold": -math.inf}}, "method.threshold is -inf; it must be at least 1"),
         (
             {"method": {"threshold": 2.5}},
-            "method.threshold: it is 2.5, and counts examples: pass a whole number or inf",
+            "method.threshold: it is 2.5, but it is a number of examples: pass a whole number or inf",
         ),
         ({"exchange": {"rul": "median"}}, "unknown key 'exchange.rul'; did you mean 'rule'?"),
         ({"exchange": {"rule": "medain"}}, "exchange.rule is 'medain'; choose from 'mean', 'median'"),
