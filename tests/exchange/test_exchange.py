@@ -463,8 +463,8 @@ def test_methods_that_need_single_updates_say_why(name: str, options: dict[str, 
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        ({"noise": 1.0}, "noise is 1, and updates have any length; set clip as well"),
-        ({"class_noise": 1.0}, "class_noise is 1, and class rows have any length; set class_clip as well"),
+        ({"noise": 1.0}, "noise is 1, but updates are not bounded; set clip as well"),
+        ({"class_noise": 1.0}, "class_noise is 1, but class rows are not bounded; set class_clip as well"),
         ({"clip": 1.0, "rule": "median"}, "rule is median, and clip bounds a mean"),
         ({"class_clip": 1.0, "rule": "krum"}, "rule is krum, and class_clip bounds a mean"),
         ({"min_clients": 0}, "exchange.min_clients is 0"),

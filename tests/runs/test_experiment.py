@@ -234,7 +234,7 @@ def test_own_data_keeps_its_imbalance() -> None:
         ),
         ({"exchange": {"rul": "median"}}, "unknown key 'exchange.rul'; did you mean 'rule'?"),
         ({"exchange": {"rule": "medain"}}, "exchange.rule is 'medain'; choose from 'mean', 'median'"),
-        ({"exchange": {"noise": 1.0}}, "noise is 1, and updates have any length; set clip as well"),
+        ({"exchange": {"noise": 1.0}}, "noise is 1, but updates are not bounded; set clip as well"),
         ({"exchange": {"preset": "privat"}}, "exchange.preset is 'privat'; choose from 'plain', 'private'"),
         ({"seed": -1, "rounds": 0, "data": {"ir": 0.0}}, "(and 2 more)"),
     ],

@@ -38,7 +38,7 @@ class DataOptions(BaseModel):
         description="digits, mnist, fashion_mnist, cifar10, cifar100, or a path: a folder of images or an .npz file",
     )
     image_size: int | None = Field(
-        None, ge=1, le=LARGEST_SIDE, description="resize a folder's images to so many pixels square"
+        None, ge=1, le=LARGEST_SIDE, description="resize a folder's images to squares with this side, in pixels"
     )
     imbalance: Literal["exponential", "binary", "natural"] = Field(
         "exponential",
@@ -62,9 +62,9 @@ class DataOptions(BaseModel):
         le=10**9,
         description="training examples of each class taken from the clients for methods that need them",
     )
-    crop: int = Field(0, ge=0, le=1000, description="augmentation: pad by so many pixels and cut a random window")
-    flip: bool = Field(False, description="augmentation: mirror images by a coin")
-    cutout: int = Field(0, ge=0, le=10_000, description="augmentation: blank a random square of so many pixels")
+    crop: int = Field(0, ge=0, le=1000, description="augmentation: pad by this many pixels and cut a random window")
+    flip: bool = Field(False, description="augmentation: mirror images at random")
+    cutout: int = Field(0, ge=0, le=10_000, description="augmentation: blank a random square with this side, in pixels")
 
     @model_validator(mode="before")
     @classmethod

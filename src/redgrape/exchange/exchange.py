@@ -32,21 +32,21 @@ class Exchange(BaseModel):
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
 
-    preset: Literal["plain", "private"] = Field("plain", description="where the other settings start from")
+    preset: Literal["plain", "private"] = Field("plain", description="defaults of the other settings")
     rule: rules.Rule = Field("mean", description="average of the clients' updates; all but mean are robust")
-    byzantine: int = Field(1, ge=1, le=10**6, description="malicious clients a round that the rule is to withstand")
+    byzantine: int = Field(1, ge=1, le=10**6, description="malicious clients per round that the rule must withstand")
     update_norm: float | None = Field(
         None, gt=0, le=LARGEST, description="longest update with norm_clipping; none: a round's median length"
     )
     clip: float | None = Field(
-        None, gt=0, le=LARGEST, description="longest update of a client; clients then count alike"
+        None, gt=0, le=LARGEST, description="longest update of a client; clients then have equal weights"
     )
     noise: float = Field(0.0, ge=0, le=LARGEST, description="noise on the sum of the updates, in multiples of clip")
-    delta: float = Field(1e-5, gt=0, lt=1, description="the delta at which epsilon is told")
+    delta: float = Field(1e-5, gt=0, lt=1, description="the delta at which epsilon is reported")
     randomness: Literal["secret", "seed"] = Field(
         "secret", description="noise from a key that only the server has, or from the seed, which anybody can repeat"
     )
-    min_count: int = Field(1, ge=1, le=10**9, description="a client reports a class from this many examples on")
+    min_count: int = Field(1, ge=1, le=10**9, description="a client reports a class with at least this many examples")
     min_clients: int = Field(
         1, ge=1, le=10**6, description="the server releases a class that this many clients report; else its last stays"
     )
@@ -78,10 +78,10 @@ class Exchange(BaseModel):
     @model_validator(mode="after")
     def _settings_fit(self) -> Self:
         if self.noise and self.clip is None:
-            raise ValueError(f"noise is {self.noise:g}, and updates have any length; set clip as well")
+            raise ValueError(f"noise is {self.noise:g}, but updates are not bounded; set clip as well")
         if self.class_noise and self.class_clip is None:
             raise ValueError(
-                f"class_noise is {self.class_noise:g}, and class rows have any length; set class_clip as well"
+                f"class_noise is {self.class_noise:g}, but class rows are not bounded; set class_clip as well"
             )
         for name in ("clip", "class_clip"):
             if getattr(self, name) is not None and self.rule != "mean":

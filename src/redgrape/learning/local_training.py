@@ -71,16 +71,16 @@ class LocalTraining(BaseModel):
     optimizer: Literal["sgd", "adam", "adamw"] = Field("sgd", description="local optimizer, new in every round")
     lr: float = Field(0.01, gt=0, le=LARGEST, description="local learning rate")
     lr_schedule: Schedule = Field("constant", description="decay of lr over the rounds")
-    lr_final: float = Field(0.01, ge=0, le=1, description="fraction of lr in the last round, where it decays")
+    lr_final: float = Field(0.01, ge=0, le=1, description="fraction of lr in the last round, if it decays")
     momentum: float = Field(0.9, ge=0, lt=1, description="momentum of sgd")
     weight_decay: float = Field(0.0, ge=0, le=LARGEST, description="weight decay of the local optimizer")
-    batch_size: int = Field(64, ge=1, le=10**9, description="examples a local step")
+    batch_size: int = Field(64, ge=1, le=10**9, description="examples per local step")
     epochs: int = Field(5, ge=1, le=10**9, description="passes over a client's data in a round")
     clip_norm: float | None = Field(
         None, gt=0, le=LARGEST, description="clip the gradient of all parameters to this global norm"
     )
     server_lr: float = Field(1.0, gt=0, le=LARGEST, description="server learning rate")
-    freeze_encoder: bool = Field(False, description="train the classifier only; the encoder stays as it starts")
+    freeze_encoder: bool = Field(False, description="train the classifier only; the encoder keeps its initial weights")
 
     def learning_rate(self, site: Site) -> float:
         return self.lr * decay(self.lr_schedule, site.round, site.rounds, self.lr_final)
