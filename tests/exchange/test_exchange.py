@@ -371,7 +371,7 @@ def test_a_sum_is_held_to_the_length_of_one_update() -> None:
     """Three updates that are taken one by one are taken as a sum; three that are not, are not."""
     parts: Parts = {"tally": Sum(vector(0))}
     both([{"tally": vector(0.9 * LONGEST)}] * 3, parts)
-    with pytest.raises(TooLong, match="'tally' has the length"):
+    with pytest.raises(TooLong, match="'tally' has length"):
         both([{"tally": vector(1.1 * LONGEST)}] * 3, parts)
 
 
@@ -464,8 +464,8 @@ def test_methods_that_need_single_updates_say_why(name: str, options: dict[str, 
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        ({"noise": 1.0}, "noise is 1, and updates have any length; set clip as well"),
-        ({"class_noise": 1.0}, "class_noise is 1, and class rows have any length; set class_clip as well"),
+        ({"noise": 1.0}, "noise is 1, but updates are not bounded; set clip as well"),
+        ({"class_noise": 1.0}, "class_noise is 1, but class rows are not bounded; set class_clip as well"),
         ({"clip": 1.0, "rule": "median"}, "rule is median, and clip bounds a mean"),
         ({"class_clip": 1.0, "rule": "krum"}, "rule is krum, and class_clip bounds a mean"),
         ({"min_clients": 0}, "exchange.min_clients is 0"),
