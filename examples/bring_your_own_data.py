@@ -3,7 +3,7 @@
     python examples/bring_your_own_data.py
 
 The data is made up, so the script needs no files: vectors of 20 measurements in four classes. One class is rare and one
-is very rare. To use your own data, replace `sites` and `test`. An rg.Examples takes NumPy arrays or tensors: x as floats
+is very rare. To use your own data, replace `sites` and `test`. rg.Examples takes NumPy arrays or tensors: x as floats
 [n, ...] or uint8 pixels [n, channels, height, width], y as class numbers from 0.
 """
 
