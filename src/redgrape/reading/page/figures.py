@@ -46,9 +46,7 @@ def page_data(
     for key, reading in readings.items():
         try:
             split = _split(reading)
-            _settings(
-                {key: reading}, {key: (run := _run(reading, split))}
-            )  # also raises for a run that cannot be described
+            _settings({key: reading}, {key: (run := _run(reading, split))})  # raises if a run cannot be described
             runs[key], rounds[key] = run, _columns(reading, split)
         except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError) as error:
             wrong.append({"name": text(key), "reason": f"its files do not fit together: {text(repr(error))}"})

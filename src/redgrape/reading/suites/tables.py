@@ -435,9 +435,7 @@ def latex(table: Table) -> str:
 _LATEX = {
     "\\": r"\textbackslash{}",
     **{character: f"\\{character}" for character in "&%$#_{}"},
-    **{
-        character: f"{{{character}}}" for character in "[*"
-    },  # after \\ at the end of a line, they would be read as options
+    **{character: f"{{{character}}}" for character in "[*"},  # after \\ they would be read as options
     "~": r"\textasciitilde{}",
     "^": r"\textasciicircum{}",
     "<": r"\textless{}",
