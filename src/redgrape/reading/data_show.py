@@ -62,9 +62,7 @@ def draw(federation: Federation, path: Path) -> None:
     top.tick_params(axis="x", length=0, labelbottom=False)
 
     norm = LogNorm(vmin=1, vmax=max(2, int(counts.max())))
-    blues = ListedColormap(
-        mpl.colormaps["Blues"](np.linspace(0.25, 1, 256))
-    )  # one example must look different from none
+    blues = ListedColormap(mpl.colormaps["Blues"](np.linspace(0.25, 1, 256)))  # one example must not look like none
     image = below.imshow(np.ma.masked_equal(counts, 0), norm=norm, cmap=blues, aspect="auto", interpolation="nearest")
     if annotated:
         for (client, c), count in np.ndenumerate(counts):

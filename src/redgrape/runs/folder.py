@@ -101,9 +101,7 @@ class RunFolder:
     def locked(self) -> Iterator[None]:
         """Lock the folder for one process. The system releases the lock when the process ends, however it ends."""
         with durable.storage_errors("lock", self.path):
-            file = (self.path / "lock").open(
-                "ab+", buffering=0
-            )  # data rejected by a full disk must not be written later
+            file = (self.path / "lock").open("ab+", buffering=0)  # unbuffered: a write that failed must not be retried
         with file:
             with durable.storage_errors("lock", self.path):
                 if not try_lock(file.fileno()):
