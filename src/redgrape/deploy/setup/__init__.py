@@ -1,1 +1,1 @@
-"""The folders of a deployment: made, described, checked."""
+"""Creates, describes and checks the folders of a deployment."""
