@@ -457,7 +457,7 @@ def test_in_a_secure_sum_a_lying_site_is_not_bounded() -> None:
         for s in (added, lie)
     )
     assert plain.tolist() == summed.tolist() == pytest.approx([0.3, 0.4]) and lied.tolist() == [15, 20]
-    assert "A lying client is not bounded then" in str(exchange_module.__doc__)
+    assert "A lying client is then not bounded" in str(exchange_module.__doc__)
 
 
 # The ledger

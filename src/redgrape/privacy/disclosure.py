@@ -29,7 +29,7 @@ def told_by(exchange: Exchange, parts: Parts, survey: Iterable[str], single: str
     not load its method, which may be a file."""
     reports = None
     for part in class_rows(parts).values():
-        counts = "the number of examples behind every reported class"
+        counts = "the number of examples behind every class that is reported"
         reports = {
             "min_count": exchange.min_count,
             "min_clients": exchange.min_clients,

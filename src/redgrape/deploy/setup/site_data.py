@@ -17,8 +17,8 @@ _SEED = 0  # for a site's held-out test set; the same in every run, so that none
 
 
 def load(path: Path, cache: Path, agreement: DataAgreement, *, hold_out: bool) -> tuple[Examples, Examples]:
-    """Training and test examples with the numbers of the agreed classes. Data without a test set gives some examples for
-    one if `hold_out`, else it has none."""
+    """Training and test examples with the numbers of the agreed classes. Data without a test set gives some examples
+    for one if `hold_out`, else it has none."""
     if not path.exists():
         raise DataError(f"there is no '{path}'; name a folder with a sub-folder a class, or an .npz with x and y")
     size = agreement.image_size if path.is_dir() else None
