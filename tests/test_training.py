@@ -431,7 +431,7 @@ def test_options_that_cannot_be(options: dict[str, Any], says: str) -> None:
         (rg.Net(nn.Identity(), nn.Sequential(nn.Linear(5, 3))), r"build\(\) returned a Net; it must return"),
         (rg.Net(nn.Identity(), nn.Linear(5, 7)), "the net's classifier has 7 outputs for 3 classes"),
         (rg.Net(nn.Identity(), nn.Linear(6, 3)), r"the net does not take inputs of shape \(5,\): "),
-        (rg.Net(nn.Unflatten(1, (1, 5)), nn.Linear(5, 3)), r"outputs of shape \(1, 3\); it must give one number"),
+        (rg.Net(nn.Unflatten(1, (1, 5)), nn.Linear(5, 3)), r"outputs have shape \(1, 3\); it must give one number"),
     ],
 )
 def test_nets_that_do_not_fit(net: nn.Module, says: str) -> None:

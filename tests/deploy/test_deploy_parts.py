@@ -335,7 +335,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "more sites than there are": (
         {"exchange": {**PRIVATE, "min_count": 10, "min_clients": 4}},
-        "exchange.min_clients is 4, and of a round's 3 clients 3 count",
+        "exchange.min_clients is 4, but 3 of a round's 3 clients count",
     ),
 }
 TEN = {"classes": tuple("abcdefghij"), "shape": (6,), "input": "float"}

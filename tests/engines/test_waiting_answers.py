@@ -61,6 +61,6 @@ def test_an_answer_of_an_earlier_round_is_not_mistaken(tmp_path: Path) -> None:
     shelf = Shelf(tmp_path, 0)
     old = shelf.put(answer(1))
     shelf.clear()
-    with pytest.raises(EOFError, match="after its round"):
+    with pytest.raises(EOFError, match="after the end of its round"):
         old["delta"]["w"]
     shelf.close()

@@ -454,7 +454,7 @@ def test_class_gradients_that_were_turned_round_are_rejected(name: str, options:
     turned = {n: t if n == "classes" else -t for n, t in honest[1].update[group].items()}
     state = after(method, [(0, honest[0]), (1, honest[1]._replace(update={**honest[1].update, group: turned}))], start)
     assert state.record["answered"] == [0]
-    assert "no gradient of a cross-entropy" in state.record["rejected"]["1"]
+    assert "not a gradient of a cross-entropy" in state.record["rejected"]["1"]
 
 
 def _own_turned(weight: Tensor, classes: Tensor) -> Tensor:
@@ -482,7 +482,7 @@ def test_weights_that_were_turned_round_alone_are_rejected(what: str) -> None:
     update = {**honest[1].update, group: {**sent, **lie(sent)}}
     state = after(method, [(0, honest[0]), (1, honest[1]._replace(update=update))], start)
     assert state.record["answered"] == [0]
-    assert "no gradient of a cross-entropy" in state.record["rejected"]["1"]
+    assert "not a gradient of a cross-entropy" in state.record["rejected"]["1"]
 
 
 @pytest.mark.parametrize(

@@ -136,7 +136,7 @@ LIES: dict[str, tuple[Callable[[dict[str, Any]], Any], type[RedgrapeError], str]
     "not finite": (_set("delta/classifier.bias", lambda t: t / 0), Diverged, "is not finite"),
     "another shape": (_set("delta/classifier.bias", lambda t: t[:1]), TooFewClients, "it must be"),
     "another dtype": (_set("delta/classifier.bias", lambda t: t.float()), TooFewClients, "it must be torch.float64"),
-    "turned prototypes": (_set("prototypes/bias", torch.neg), TooFewClients, "no gradient of a cross-entropy"),
+    "turned prototypes": (_set("prototypes/bias", torch.neg), TooFewClients, "not a gradient of a cross-entropy"),
     "a tensor too few": (lambda total: total["delta"].pop("classifier.bias"), TooFewClients, "is missing"),
     "a tensor too many": (lambda total: total.update(more=torch.ones(1)), TooFewClients, "is not part of this update"),
 }

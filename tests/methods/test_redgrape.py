@@ -614,7 +614,7 @@ def test_presets() -> None:
 @pytest.mark.parametrize(
     ("bad", "says"),
     [
-        ({"threshold": 2.5}, "threshold.* is 2.5, and counts examples"),
+        ({"threshold": 2.5}, "threshold.* is 2.5, but it is a number of examples"),
         ({"threshold": 0}, "threshold is 0"),
         ({"threshold": math.nan}, "threshold"),
         ({"lamda": 0.1}, "lamda"),

@@ -163,14 +163,14 @@ def test_no_drift_in_float32() -> None:
     ("exchange", "words"),
     [
         (rg.Exchange(rule="median"), "gives no sum"),
-        (rg.Exchange(rule="norm_clipping"), "keep account"),
-        (rg.Exchange(clip=1.0), "keep account"),
+        (rg.Exchange(rule="norm_clipping"), "keep track"),
+        (rg.Exchange(clip=1.0), "keep track"),
     ],
 )
 def test_what_a_running_sum_does_not_go_with(exchange: rg.Exchange, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         Training(Vine(), federation(), net, rounds=1, exchange=exchange)
-    if words == "keep account":  # without memory, nothing is remembered
+    if words == "keep track":  # without memory, nothing is remembered
         assert exchange.refuses(exchanged(Vine(memory=False), _site())[0]) is None
 
 

@@ -459,7 +459,7 @@ def test_in_a_secure_sum_a_lying_site_is_not_bounded() -> None:
         for s in (added, lie)
     )
     assert plain.tolist() == summed.tolist() == pytest.approx([0.3, 0.4]) and lied.tolist() == [15, 20]
-    assert "A lying client is not bounded then" in str(exchange_module.__doc__)
+    assert "A lying client is then not bounded" in str(exchange_module.__doc__)
 
 
 # The ledger
@@ -602,10 +602,10 @@ def test_a_run_does_not_go_on_where_its_ledger_lost_rounds(tiny: Callable[..., d
     lines = folder.path / "privacy.jsonl"
     whole = lines.read_bytes()
     lines.write_bytes(b"".join(whole.splitlines(keepends=True)[:-1]))
-    with pytest.raises(StorageError, match="does not tell of round 3"):
+    with pytest.raises(StorageError, match="has no record of round 3"):
         carried_out(folder.path, {})
     lines.unlink()
-    with pytest.raises(StorageError, match="does not tell of round 1"):
+    with pytest.raises(StorageError, match="has no record of round 1"):
         carried_out(folder.path, {})
     lines.write_bytes(whole)
     carried_out(folder.path, {})
@@ -760,7 +760,7 @@ def test_the_report_of_real_sites_tells_only_what_the_server_knows(
 
 @pytest.mark.parametrize(
     ("asked", "words"),
-    [(1, "a single client answered, that client's change as it is"), (3, "fewest that answered in a round were 3")],
+    [(1, "a single client answered, that client's own change"), (3, "fewest answers in a round were 3")],
 )
 def test_the_report_tells_the_fewest_answers_behind_a_round(
     tiny: Callable[..., dict[str, Any]], tmp_path: Path, asked: int, words: str

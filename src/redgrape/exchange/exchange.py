@@ -116,19 +116,19 @@ class Exchange(BaseModel):
                 f"the server adds parts of the updates up, and exchange.rule={self.rule} gives no sum; choose another"
             )
         if any(part.running for part in sums) and (self.clip is not None or self.rule == "norm_clipping"):
-            return "clients keep account of what they add to a running sum, and clipping would shorten it"
+            return "clients keep track of what they add to a running sum, and clipping would shorten it"
         whole = any(not t.is_floating_point() for part in sums for t in part.like.values())
         if whole and (self.clip is not None or self.rule == "norm_clipping"):
-            return "the server adds whole numbers of the updates up, and they cannot be clipped; choose another rule"
+            return "the server sums whole numbers of the updates, which cannot be clipped; choose another rule"
         if self.rule in ("norm_clipping", "multi_krum") and any(
             isinstance(p, Scalar) and p.weighs for p in parts.values()
         ):
             return (
-                f"exchange.rule={self.rule} keeps the weights that clients have, and in this method a client gets any "
-                "weight by the loss that it claims; choose median or trimmed_mean"
+                f"exchange.rule={self.rule} keeps the clients' weights, and in this method a client can get any weight "
+                "by the loss that it claims; choose median or trimmed_mean"
             )
         if self.class_clip is not None and any(part.weights == "count" for part in rows.values()):
-            return "class rows count by their examples, and exchange.class_clip bounds a mean of clients alike"
+            return "class rows are weighted by their examples, and exchange.class_clip needs equal weights"
         if not self.mechanisms(parts, 1):
             return None
         if any(isinstance(part, Statistics) and part.like for part in parts.values()):
@@ -154,8 +154,8 @@ class Exchange(BaseModel):
         counted = rules.most_counted(self.rule, self.byzantine, clients)
         if class_rows(parts) and counted < self.min_clients:
             raise ConfigError(
-                f"exchange.min_clients is {self.min_clients}, and of a round's {clients} clients {counted} count: no "
-                "class would ever be released; lower min_clients or ask more clients"
+                f"exchange.min_clients is {self.min_clients}, but {counted} of a round's {clients} clients count: "
+                "no class would ever be released; lower min_clients or ask more clients"
             )
 
     def check_clients(self, clients: int) -> None:

@@ -29,7 +29,7 @@ def told_by(exchange: Exchange, parts: Parts, survey: Iterable[str], single: str
     not load its method, which may be a file."""
     reports = None
     for part in class_rows(parts).values():
-        counts = "the number of examples behind every reported class"
+        counts = "the number of examples behind every class that is reported"
         reports = {
             "min_count": exchange.min_count,
             "min_clients": exchange.min_clients,
@@ -242,8 +242,8 @@ def _fewest_words(fewest: int | None) -> str:
     if fewest is None:
         return ""
     if fewest == 1:
-        return "; in a round that a single client answered, that client's change as it is"
-    return f"; the fewest that answered in a round were {fewest}"
+        return "; in a round that a single client answered, that client's own change"
+    return f"; the fewest answers in a round were {fewest}"
 
 
 def _sum_words(facts: Mapping[str, Any]) -> list[str]:
@@ -251,7 +251,7 @@ def _sum_words(facts: Mapping[str, Any]) -> list[str]:
         f"{facts['rounds']} sums (secure aggregation), each over {facts['fewest_answers']} sites or more: of their "
         "updates of the model, their numbers of examples and their training losses; no site's own, nor what it "
         "answered where models were evaluated at the sites",
-        "who took part in which round; two sums over other sites differ by what those sent that are in one of them",
+        "who took part in which round; two sums over different sites differ by what the sites in one alone sent",
         "a site's own numbers, if the server breaks the protocol, or has more than half of a round's sites or all "
         "other sites on its side",
     ]
@@ -285,18 +285,18 @@ def _noise_words(noise: Mapping[str, Any] | None) -> list[str]:
         return ["none: nothing got noise, epsilon is infinite"]
     words = ", ".join(f"{m['name']} {m['multiplier']:g} ({m['times']} a round)" for m in noise["mechanisms"])
     spent = (
-        "epsilon is infinite, because not everything that was let out got noise"
+        "epsilon is infinite, because not everything released got noise"
         if noise["epsilon"] is None
         else f"epsilon {noise['epsilon']:.4g} at delta {noise['delta']:g}"
     )
     told = [
         f"{spent}; noise multipliers: {words}; {noise['releases']} releases, "
         f"a client in at most {noise['most_rounds']}",
-        "that bounds what the clients, and whoever gets the model, can learn of all data of one client together; it "
+        "this bounds what the clients, and anyone who gets the model, can learn about all data of one client; it "
         "holds if the server is honest: it sees the updates without noise, and metrics.jsonl is made from them",
     ]
     if noise["randomness"] == "seed":
-        told += ["the noise was made from the seed: who knows the seed can take it off, and epsilon means nothing then"]
+        told += ["the noise was made from the seed: whoever knows the seed can remove it, and epsilon is meaningless"]
     return told
 
 
@@ -324,7 +324,7 @@ def _client_words(facts: Mapping[str, Any], seen: Mapping[str, Any]) -> list[str
     single, solvable = seen["releases_of_one_example"], seen["solvable_releases"]
     exact = (
         f", and {single} of a single example, whose exact feature vector every client could compute; {solvable} were "
-        "of so few examples that they can be solved for all of them"
+        "of so few examples that each can be solved for all of its examples"
     )
     least = f"; the fewest clients behind one were {seen['fewest_contributors']}" if seen["releases"] else ""
     return [

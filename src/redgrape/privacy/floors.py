@@ -22,7 +22,7 @@ def too_much(
     rows = class_rows(parts)
     if rows and exchange.min_count < min_count:
         return (
-            f"exchange.min_count is {exchange.min_count}, and no site reports a class of which it holds fewer than "
+            f"exchange.min_count is {exchange.min_count}, but no site reports a class with fewer than "
             f"{min_count} examples (min_count in deploy.toml and site.toml); raise it"
         )
     if rows and exchange.min_clients < min_clients:

@@ -35,12 +35,12 @@ class PrivacyLedger:
         """The key of the run's noise, drawn from the system if the run `is_new`."""
         if not self._key.exists():
             if not is_new:
-                raise StorageError(f"'{self._key}' is missing, and the run's noise cannot go on without; put it back")
+                raise StorageError(f"'{self._key}' is missing, and the run's noise needs it; put it back")
             durable.replace_file(self._key, secrets.token_bytes(32), mode=0o600)
         with durable.storage_errors("read", self._key):
             mode, key = self._key.stat().st_mode, self._key.read_bytes()
         if os.name == "posix" and mode & 0o077:
-            raise StorageError(f"'{self._key}' can be read by others, who could take the noise off; chmod 600 it")
+            raise StorageError(f"'{self._key}' can be read by others, who could remove the noise; chmod 600 it")
         if len(key) != 32:
             raise StorageError(f"'{self._key}' is damaged: it has {len(key)} bytes, not 32")
         return key
@@ -69,8 +69,8 @@ class PrivacyLedger:
         missing = set(range(1, rounds + 1)) - {release["round"] for release in self.releases()}
         if missing:
             raise StorageError(
-                f"'{self._lines}' does not tell of round {min(missing)}, which was released: what the run has spent "
-                "is not known any more; put the file back"
+                f"'{self._lines}' has no record of round {min(missing)}, which was released, so the spent epsilon is "
+                "unknown; put the file back"
             )
 
     def spend(

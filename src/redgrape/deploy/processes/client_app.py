@@ -1,7 +1,7 @@
-"""Flower's ClientApp: passes a question on to the site's resident process and its answer back.
+"""Flower's ClientApp: passes a question to the site's resident process and returns its answer.
 
-Flower starts it in a process of its own for every message; torch is not loaded there. In a simulation there is no
-resident process, and the site's answer is made here.
+Flower starts it in a separate process for every message; torch is not loaded there. In a simulation there is no
+resident process, and the site answers here.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from redgrape.deploy.protocol.wire import Header
 if TYPE_CHECKING:
     from redgrape.deploy.protocol.site import Site
 
-EXTRA = 30.0  # seconds beyond the deadline that the resident process itself keeps
+EXTRA = 30.0  # seconds beyond the resident process's own deadline
 
 app = ClientApp()
 
@@ -54,7 +54,7 @@ def _ask_resident(header: Header, parts: Mapping[str, bytes]) -> tuple[Header, M
 
 @cache
 def _simulated(index: int) -> Site:
-    """A site of a deployment that is simulated as a whole: its data is PATH/NAME or PATH/NAME.npz."""
+    """A site of a fully simulated deployment. Its data is PATH/NAME or PATH/NAME.npz."""
     from redgrape.deploy.processes.simulated import data_of
     from redgrape.deploy.protocol.site import Site
     from redgrape.deploy.setup.folder import Deployment, SiteFolder

@@ -1,6 +1,6 @@
-"""The venue of a run whose clients are sites. The run's folder is like that of any run, without what the server is not
-told: who holds what, and how many training examples of a class there are. (Of a test set at the sites the evaluation
-counts them.)"""
+"""The venue of a run with sites as clients. The run's folder is like any other, except for what the server does not
+know: who holds what, and the number of training examples of each class. (If the test set is at the sites, evaluation
+counts its examples.)"""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def at_sites(
                 f"'{folder.path}' began with secure_aggregation={str(not options.secure_aggregation).lower()}, "
                 "and the deployment has the other now; set it back, or start a new run"
             )
-        run = str((before or {}).get("run", secrets.token_hex(8)))  # by which the sites keep their states
-        joined = dict((before or {}).get("joined", {}))  # what sites have said of themselves, by name
+        run = str((before or {}).get("run", secrets.token_hex(8)))  # the sites keep their states under this name
+        joined = dict((before or {}).get("joined", {}))  # what sites declared about themselves, by name
         keys = None
         if authenticated:
             keys = [certificates.public_identity(deployment.site(name) / "key.pub") for name in options.sites]
@@ -83,7 +83,7 @@ def at_sites(
         return f"site '{options.sites[client]}'"
 
     def tell_lost(record: Mapping[str, Any], notes: list[str]) -> None:
-        """At once, also of what was rejected, and by the sites' names."""
+        """Report lost and rejected answers at once, by the sites' names."""
         for what, reasons in (("lost", record["lost"]), ("rejected", record["rejected"])):
             for client, reason in reasons.items():
                 words = "was not there" if what == "lost" else "sent an update that is rejected"
@@ -93,7 +93,7 @@ def at_sites(
 
 
 def _own(deployment: Deployment, path: str | None) -> Examples | None:
-    """A data set of the server's own."""
+    """One of the server's own data sets."""
     if path is None:
         return None
     place = Path(path) if Path(path).is_absolute() else deployment.path / path

@@ -1,10 +1,10 @@
-"""Who is let in where Flower listens, and how much of a request is read.
+"""Access control at Flower's ports, and limits on the size of a request.
 
-Flower's SuperLink and SuperNode ask whoever connects for nothing, except sites for a signature, and before they look at
-that they read the whole request. So what they serve is put behind a door:
+Flower's SuperLink and SuperNode authenticate nobody but sites, by a signature, and they read the whole request before
+they check it. So what they serve is put behind a door:
 
-    a site's part         open to all; until its signature is seen to be that of a registered key, little is read
-    everything else       for processes of the user that runs this one, on this machine
+    a site's part         open to all; little is read until the signature is verified against a registered key
+    everything else       only for processes of the same user on this machine
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from starlette.concurrency import run_in_threadpool
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 TABLES = Path("/proc/net")  # the kernel's lists of connections
-_ESTABLISHED = "01"  # in other states a connection may have lost its owner, and 0 stands for its user
+_ESTABLISHED = "01"  # in other states a connection may have lost its owner, and its user is shown as 0
 HEAD_DEADLINE = 10.0  # seconds for the head of a request
-LINGER = 2.0  # seconds to take an answer after which the connection ends
-HEADS = 256  # connections that may wait for one at a time
+LINGER = 2.0  # seconds for the client to read a final answer before the connection ends
+HEADS = 256  # connections that may wait for a head at the same time
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ KNOWN = Limit(1 << 25, 300.0)  # Flower sends tensors in pieces of 5 MiB
 
 
 class Refused(Exception):
-    """A request that is not answered: the status, and why."""
+    """A refused request: the status, and why."""
 
     def __init__(self, status: int, words: str) -> None:
         super().__init__(words)
@@ -50,8 +50,8 @@ class Refused(Exception):
 
 
 class Door:
-    """An ASGI app before another one. `open_to_sites`: what the paths of a site's part begin with. `knows`: whether the
-    headers of a request are signed by a site."""
+    """An ASGI app in front of another one. `open_to_sites`: the prefixes of the paths of a site's part. `knows`:
+    whether the headers of a request are signed by a site."""
 
     def __init__(
         self, app: Any, open_to_sites: tuple[str, ...] = (), knows: Callable[[Any], bool] | None = None
@@ -83,7 +83,7 @@ class Door:
 async def _read(scope: Any, receive: Any, limit: Limit) -> list[bytes]:
     """The body, in pieces."""
     declared = dict(scope["headers"]).get(b"content-length", b"0")
-    size, pieces, more = int(declared), [], True  # h11 has seen that it is a number
+    size, pieces, more = int(declared), [], True  # h11 has checked that it is a number
     try:
         async with asyncio.timeout(limit.seconds):
             while more and size <= limit.size:
@@ -100,7 +100,7 @@ async def _read(scope: Any, receive: Any, limit: Limit) -> list[bytes]:
 
 
 class _Again:
-    """Gives a body that was read once more, and then what comes after it."""
+    """Replays a body that was already read, then continues with what follows."""
 
     def __init__(self, pieces: list[bytes], receive: Any) -> None:
         self._pieces, self._receive = pieces[::-1], receive
@@ -113,8 +113,8 @@ class _Again:
 
 
 class Bounded(H11Protocol):  # type: ignore[misc]  # Flower, which brings it, may not be installed
-    """uvicorn's connection, ended where no head of a request comes in time: it would wait without an end. Of too many
-    that wait, the oldest is ended. A head has at most 64 KiB, by h11."""
+    """uvicorn's connection with a deadline for the head of a request: without one it would wait for ever. If too many
+    wait, the oldest is ended. h11 limits a head to 64 KiB."""
 
     _waiting: ClassVar[dict[Bounded, asyncio.TimerHandle]] = {}  # the oldest first
 
@@ -132,7 +132,7 @@ class Bounded(H11Protocol):  # type: ignore[misc]  # Flower, which brings it, ma
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        if self.transport.is_closing():  # TLS reads on until the other side closes too
+        if self.transport.is_closing():  # TLS keeps reading until the other side closes too
             self.loop.call_later(LINGER, self.transport.abort)
 
     def _look(self) -> None:
@@ -151,7 +151,7 @@ class Bounded(H11Protocol):  # type: ignore[misc]  # Flower, which brings it, ma
 
 
 def owner(client: tuple[str, int] | None, server: tuple[str, int] | None) -> int | None:
-    """The number of the user at the other end of a connection; None where that is not on this machine."""
+    """The user id at the other end of a connection; None if that is not on this machine."""
     if client is None or server is None:
         return None
     for table, six in (("tcp", False), ("tcp6", True)):
@@ -167,8 +167,8 @@ def owner(client: tuple[str, int] | None, server: tuple[str, int] | None) -> int
 
 
 def _written(host: str, port: int, six: bool) -> str | None:
-    """An address as the kernel's list has it: words of 32 bits as this machine stores them. A socket of IPv6 may have
-    an address of IPv4."""
+    """An address in the format of the kernel's list: 32-bit words in this machine's byte order. An IPv6 socket may have
+    an IPv4 address."""
     ip: Any = ipaddress.ip_address(host.partition("%")[0])
     if isinstance(ip, ipaddress.IPv6Address):
         ip = ip.ipv4_mapped or ip
@@ -181,8 +181,8 @@ def _written(host: str, port: int, six: bool) -> str | None:
 
 
 def signed_by_a_site(state: Callable[[], Any]) -> Callable[[dict[bytes, bytes]], bool]:
-    """Whether headers have the signature of a key that this SuperLink knows, as Flower looks at it later. Here it only
-    decides how much is read, so that the time is not looked at. `state`: gives Flower's, which has the keys."""
+    """Whether headers are signed with a key that this SuperLink knows, as Flower checks it later. Here it only decides
+    how much is read, so the time is not checked. `state` returns Flower's state, which has the keys."""
     from flwr.common.constant import TIMESTAMP_HEADER
     from flwr.supercore.constant import FLEET_HTTP_PUBLIC_KEY_HEADER, FLEET_HTTP_SIGNATURE_HEADER
     from flwr.supercore.primitives.asymmetric import bytes_to_public_key, verify_signature

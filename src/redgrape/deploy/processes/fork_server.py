@@ -1,8 +1,8 @@
-"""Processes for Flower's messages, forked from one that has everything imported.
+"""Processes for Flower's messages, forked from one that has already imported everything.
 
-Flower starts the command `flwr-clientapp` for every message, which takes seconds of work to import Flower. At a site a
-script of the same name comes first in its path: it hands its words to the process here, which forks. Where that does
-not answer, the script runs Flower's own command.
+Flower starts the command `flwr-clientapp` for every message, and importing Flower takes seconds. At a site a script of
+the same name comes first in its path. It passes its arguments to the process here, which forks. If that does not
+answer, the script runs Flower's own command.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ COMMAND = "flwr-clientapp"
 
 
 def write_script(folder: Path, listens_at: Path) -> None:
-    """The script that stands in for Flower's command, in a folder of its own."""
+    """Write the script that replaces Flower's command, in its own folder."""
     real = shutil.which(COMMAND, path=str(Path(sys.executable).parent)) or shutil.which(COMMAND)
-    if real is None or " " in sys.executable:  # a first line cannot name a path with a space in it
+    if real is None or " " in sys.executable:  # a shebang line cannot hold a path with a space
         return
     script = folder / COMMAND
     script.write_text(_SCRIPT.format(python=sys.executable, socket=str(listens_at), real=real), encoding="utf-8")
@@ -49,7 +49,7 @@ def write_script(folder: Path, listens_at: Path) -> None:
 def serve(listens_at: Path) -> NoReturn:
     from flwr.supernode.cli import flwr_clientapp
 
-    from redgrape.deploy.processes import client_app  # imported for the processes to come
+    from redgrape.deploy.processes import client_app  # imported once for all forked processes
 
     assert client_app.app is not None
     assert threading.active_count() == 1, "a process with threads cannot be forked safely"

@@ -1,14 +1,14 @@
-"""Flower's own SuperLink, SuperNode and commands with the settings of a deployment: the first word tells which.
+"""Flower's own SuperLink, SuperNode and commands with the settings of a deployment. The first argument selects one.
 
-Four things cannot be set by their options, and are set here. The first two must hold: where they cannot be set, nothing
+Four things cannot be set by their options and are set here. The first two are required: if they cannot be set, nothing
 is started.
 
-- The SuperLink answers everything on one port: to sites, but also to whoever wants to register a key, start a run or
-  take the server's part in one, and asks them for nothing; so does a SuperNode to whoever wants to answer in its place.
-  Here only the sites' part is open, and the rest is for processes of the same user (doors.py).
-- A SuperNode runs whatever app the server sends. Here it runs the one that its site.toml names.
-- A SuperNode looks for messages every three seconds, which is most of a short round.
-- A site that was killed counts as connected for a minute, and is refused as long.
+- The SuperLink answers everything on one port: sites, but also anyone who wants to register a key, start a run or act
+  as its server, without authentication. A SuperNode likewise answers anyone who wants to act in its place. Here only
+  the sites' part is open, and the rest is only for processes of the same user (doors.py).
+- A SuperNode runs whatever app the server sends. Here it runs only the one that its site.toml names.
+- A SuperNode polls for messages every three seconds, which is most of a short round.
+- A killed site counts as connected for a minute, and is refused for that time.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from typing import Any
 
 from redgrape.deploy.processes.supervision import APP, LOOK, POLL, end_with_parent
 
-HEARTBEAT = 10  # seconds; the least that the SuperLink accepts
+HEARTBEAT = 10  # seconds; the minimum that the SuperLink accepts
 END = "\x1e"
-NOT_RUN = "not run: "  # before a SuperNode's word of an app that is not the site's
+NOT_RUN = "not run: "  # prefix of a SuperNode's message about an app that is not the site's
 OPEN_TO_SITES = ("/v1/fleet/", "/health")
 
 
 def superlink() -> None:
-    theirs = import_module("flwr.superlink.cli.flower_superlink")  # the package has a function of the module's name
+    theirs = import_module("flwr.superlink.cli.flower_superlink")  # the package has a function with the module's name
     guard(theirs, "run", () if "--insecure" in sys.argv else OPEN_TO_SITES)
     theirs.flower_superlink()
 
 
 def guard(flower: Any, name: str, open_to_sites: tuple[str, ...] = ()) -> None:
-    """Put a door before what this module of Flower's serves by `uvicorn.run` or `uvicorn.Config`."""
+    """Put a door in front of what this Flower module serves by `uvicorn.run` or `uvicorn.Config`."""
     from redgrape.deploy.processes.doors import TABLES, Bounded, Door, signed_by_a_site
 
     serve = getattr(getattr(flower, "uvicorn", None), name, None)
@@ -50,7 +50,7 @@ def guard(flower: Any, name: str, open_to_sites: tuple[str, ...] = ()) -> None:
 
     def behind_a_door(app: Any, **options: Any) -> Any:
         knows = signed_by_a_site(app.state.linkstate_factory.state) if open_to_sites else None
-        # An address from a header would be whatever the other side likes.
+        # The other side could put any address into a header.
         own = {"http": Bounded, "ws": "none", "proxy_headers": False}
         return serve(Door(app, open_to_sites, knows), **{**options, **own})
 
@@ -74,12 +74,12 @@ def supernode() -> None:
 
 
 class OtherApp(Exception):
-    """The server sends an app that is not the site's; the message says which."""
+    """The server sent an app that is not the site's; the message says which."""
 
 
 def pin(flower: Any, app: str) -> None:
-    """Let this module of Flower's take the app with this hash, and answer messages for another with an error. Which
-    folder an installed app is loaded from follows from the run's own word for it, which therefore must be the app's."""
+    """Let this Flower module accept only the app with this hash, and answer messages for another with an error. The
+    run's name for its app decides the folder an installed app is loaded from, so that name must be the app's own."""
     from flwr.app import Error, Message
     from flwr.cli.config_utils import get_fab_metadata
     from flwr.common.constant import ErrorCode
@@ -125,13 +125,13 @@ def pin(flower: Any, app: str) -> None:
 def clientapps() -> None:
     from redgrape.deploy.processes import fork_server
 
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the business of who started it
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     fork_server.serve(Path(sys.argv[1]))
 
 
 def commands() -> None:
-    """Several `flwr` commands in one process, which takes seconds to start: lists of words from standard input; what
-    each has printed, with END after it."""
+    """Run several `flwr` commands in one process, because a process takes seconds to start. Standard input holds a list
+    of words for each. The output of each is followed by END."""
     from flwr.cli.app import app
 
     for words in json.load(sys.stdin):

@@ -1,7 +1,7 @@
-"""A site's resident process: it keeps the data and the net's code in memory and answers over a local socket.
+"""A site's resident process keeps the data and the net's code in memory and answers over a local socket.
 
-Flower starts a process for every message. That process would have to load torch and the data each time; here it only
-passes the question on (client_app.py). The socket lies in a folder that only the site's own user can enter.
+Flower starts a process for every message, which would have to load torch and the data each time. Instead it only passes
+the question on (client_app.py). The socket lies in a folder that only the site's user can enter.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from redgrape.deploy.protocol.site import Site
 from redgrape.deploy.setup.folder import SiteFolder
 from redgrape.errors import RedgrapeError
 
-READ_DEADLINE = 60.0  # seconds for a question that has begun to arrive
-BEAT = 5.0  # seconds between two words of a process that has nothing to do
-SLACK = 3 * READ_DEADLINE  # seconds beyond what it takes by its deadlines, after which it counts as hung
+READ_DEADLINE = 60.0  # seconds for the rest of a question to arrive
+BEAT = 5.0  # seconds between two signs of life of an idle process
+SLACK = 3 * READ_DEADLINE  # seconds beyond its deadlines after which it counts as hung
 
 
 def serve(site: Site, listening: socket.socket, promise: Promise) -> None:
-    """Answer one question after another, for ever, and promise each time when it will be done."""
+    """Answer questions one after another, for ever, and promise each time when the answer will be ready."""
     listening.settimeout(BEAT)
     while True:
         promise.give(SLACK)
@@ -42,7 +42,7 @@ def serve(site: Site, listening: socket.socket, promise: Promise) -> None:
                 header, parts = wire.receive(connection)
                 promise.give(messages.deadline_of(header) + SLACK)
                 wire.send(connection, *site.answer(header, parts))
-            except (OSError, wire.NotUnderstood) as error:  # who asked has gone; the next one may be there
+            except (OSError, wire.NotUnderstood) as error:  # the asker has gone; another may still come
                 print(f"a question could not be answered: {error}", file=sys.stderr, flush=True)
 
 
@@ -53,7 +53,7 @@ def main() -> None:
     parser.add_argument("--socket", type=Path, required=True)
     options = parser.parse_args()
     end_with_parent()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the business of who started it
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     torch.set_num_threads(1)
     try:
         site = Site(SiteFolder(options.folder), options.data)

@@ -1,7 +1,7 @@
-"""Flower's ServerApp: carries out a run in its folder, and tells in a file how far it is.
+"""Flower's ServerApp: carries out a run in its folder, and records its progress in a file.
 
-Flower throws away what a ServerApp prints, and knows of its end only that it failed. So the state of the run, and what
-a person should know of it, are in server/run.json, which `redgrape deploy run` follows.
+Flower discards what a ServerApp prints, and reports only that it failed. So the state of the run and its messages are
+written to server/run.json, which `redgrape deploy run` follows.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from redgrape.runs.run import Run
 app = ServerApp()
 
 
-KEPT = 100  # words that run.json holds; all are in run.log
+KEPT = 100  # messages kept in run.json; run.log has all of them
 
 
 class Journal:
-    """server/run.json and server/run.log. `said` are the last of all the words; `words` counts them all."""
+    """server/run.json and server/run.log. `said` holds the latest messages; `words` counts all of them."""
 
     def __init__(self, deployment: Deployment, ticket: str, run: str) -> None:
         self._file, self._log = deployment.server / "run.json", deployment.server / "run.log"
@@ -60,7 +60,7 @@ def main(grid: Grid, context: Context) -> None:
     except RedgrapeError as error:
         journal.write(state="failed", message=str(error), exit_code=error.exit_code)
         raise
-    except Exception as error:  # who ends this process tells nothing more: `redgrape deploy run` goes on
+    except Exception as error:  # a killed process writes nothing: `redgrape deploy run` then goes on
         journal.say(traceback.format_exc())
         words = " ".join(str(error).split())[:300]
         journal.write(state="failed", message=f"{type(error).__name__}: {words}", exit_code=1)

@@ -1,4 +1,4 @@
-"""`redgrape deploy server`: the SuperLink, started, watched, and ended with all that belongs to it."""
+"""`redgrape deploy server`: starts the SuperLink, watches it, and ends it with all its processes."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from redgrape.deploy.setup.folder import Deployment
 from redgrape.errors import BusyError, ConfigError, RedgrapeError
 from redgrape.runs import durable
 
-RESTARTS = 5  # in a row, after which it is given up
-LOOK_EVERY = 10.0  # seconds between two looks whether it answers
-UNANSWERED = 12  # looks in a row, after which it counts as hung
-IN_MEMORY = ":flwr-in-memory:"  # on disk, what single sites have sent would stay after it was deleted
-STEADY = 60.0  # seconds after which a start counts as one that went well
+RESTARTS = 5  # failures in a row before giving up
+LOOK_EVERY = 10.0  # seconds between two checks that it answers
+UNANSWERED = 12  # failed checks in a row after which it counts as hung
+IN_MEMORY = ":flwr-in-memory:"  # on disk, single sites' messages would outlast their deletion
+STEADY = 60.0  # seconds after which a start counts as successful
 
 
 class Server:
-    """`simulation`: no sites can connect; Flower simulates them on this machine or a cluster, with Ray."""
+    """`simulation`: no site can connect; Flower simulates them on this machine or a cluster, with Ray."""
 
     def __init__(self, deployment: Deployment, say: Callable[[str], None], *, simulation: bool = False) -> None:
         self.deployment, self._say, self._simulation = deployment, say, simulation
@@ -32,11 +32,11 @@ class Server:
         self._owned: Owned | None = None
 
     def start(self, **more: str) -> None:
-        """Returns when it answers and knows the sites' keys."""
+        """Start, and return once it answers and knows the sites' keys."""
         require_flower()
         options, server = self.deployment.options, self.deployment.server
         check_port(options.bind, options.port)
-        for database in server.glob("superlink.db*"):  # of a version that kept one
+        for database in server.glob("superlink.db*"):  # from a version that kept one
             database.unlink()
         self.link.write_connection()
         command = [sys.executable, "-m", "redgrape.deploy.processes.launch", "superlink"]
@@ -72,7 +72,7 @@ class Server:
         certificates.check_private(server / "server.key")
 
     def watch(self) -> None:
-        """Until it is interrupted. A SuperLink that ends, or does not answer any more, is started again."""
+        """Watch until interrupted. A SuperLink that ends or stops answering is started again."""
         failures, begun = 0, time.monotonic()
         looked, unanswered = begun, 0
         while True:
@@ -101,7 +101,7 @@ class Server:
 
 
 def check_port(bind: str, port: int) -> None:
-    """Raise where the port is taken, or the address is none of this machine's."""
+    """Raise if the port is in use, or the address does not belong to this machine."""
     try:
         family, kind, protocol, _, where = socket.getaddrinfo(bind, port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind, protocol) as probe:
@@ -115,7 +115,7 @@ def check_port(bind: str, port: int) -> None:
 
 @contextmanager
 def running(server: Server, **more: str) -> Iterator[Server]:
-    """A server for as long as a block lasts."""
+    """Run a server for the duration of a block."""
     with durable.storage_errors("use", server.deployment.server):
         try:
             server.start(**more)

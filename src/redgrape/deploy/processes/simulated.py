@@ -1,7 +1,7 @@
-"""All sites of a deployment simulated through the same Flower app, on this machine or a cluster, with Ray.
+"""Simulates all sites of a deployment with the same Flower app, on this machine or a cluster, with Ray.
 
-No site connects: Flower starts their part in Ray's workers. For federations of many sites, and to try a deployment out
-before there is one. Ray is the extra `redgrape[flower-simulation]`.
+No site connects: Flower starts their part in Ray's workers. This is for federations of many sites, and for trying out a
+deployment in advance. Ray is the extra `redgrape[flower-simulation]`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from redgrape.errors import ConfigError, DataError
 
 
 class SimulatedDeployment(Deployment):
-    """The same folder with a SuperLink of its own, without TLS, on a free port of this machine."""
+    """The same folder with a separate SuperLink, without TLS, on a free port of this machine."""
 
     def __init__(self, path: Path, data: Path) -> None:
         super().__init__(path)
@@ -38,7 +38,7 @@ class SimulatedDeployment(Deployment):
 
 
 def data_of(data: Path, name: str) -> Path:
-    """Where a simulated site's data is: PATH/NAME, a folder, or PATH/NAME.npz."""
+    """The path of a simulated site's data: the folder PATH/NAME, or PATH/NAME.npz."""
     return data / name if (data / name).is_dir() else data / f"{name}.npz"
 
 

@@ -1,4 +1,4 @@
-"""`redgrape deploy site`: a site's resident process and its SuperNode, started, watched, and ended together."""
+"""`redgrape deploy site`: starts, watches and ends a site's resident process together with its SuperNode."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from redgrape.deploy.setup import certificates
 from redgrape.deploy.setup.folder import SiteFolder
 from redgrape.errors import BusyError, ConfigError, DataError, RedgrapeError, StorageError
 
-START_DEADLINE = 600.0  # seconds for the data to be read and checked
+START_DEADLINE = 600.0  # seconds to read and check the data
 CONNECT_DEADLINE = 20.0
-PATIENCE = 120.0  # seconds to retry where the server is there and refuses: a site that was killed counts as connected
+PATIENCE = 120.0  # seconds to retry if the server refuses: a killed site still counts as connected for a while
 AGAIN = 3.0
-TOLD_EVERY = 300.0  # seconds between two words of a site that waits for its server
-BROKEN_LOOKS = 20  # in a row that see a promise broken: after a pause of the machine it may just not be renewed yet
-AHEAD, BEHIND = 4.0, 290.0  # seconds that a site's clock may differ; Flower refuses it from 5 and 305 on
-SKEW = 60.0  # seconds behind that are worth a word
-LOOKS_A_SECOND = 20.0  # of all sites together, for messages, so that many sites do not keep the server busy
+TOLD_EVERY = 300.0  # seconds between two messages of a site that waits for its server
+BROKEN_LOOKS = 20  # looks in a row at a broken promise: after the machine was suspended it may just not be renewed yet
+AHEAD, BEHIND = 4.0, 290.0  # seconds that a site's clock may be off; Flower refuses it from 5 and 305 on
+SKEW = 60.0  # seconds behind that are worth a message
+LOOKS_A_SECOND = 20.0  # polls for messages by all sites together, so that many sites do not keep the server busy
 
 
 class SiteRole:
@@ -52,7 +52,7 @@ class SiteRole:
         self._other_app = ""
 
     def start(self) -> dict[str, Any]:
-        """Read and check the data, then connect; what the site holds, for its own eyes."""
+        """Read and check the data, then connect. Return what the site holds, for the site only."""
         require_flower()
         if not self._folder.options.plain:
             certificates.check_private(self._folder.key)
@@ -86,7 +86,7 @@ class SiteRole:
         raise RedgrapeError(f"the data was not read within {START_DEADLINE:g} seconds; see {log}")
 
     def _start_warm(self) -> None:
-        """Not waited for: as long as it does not answer, Flower's own command is run."""
+        """Start it without waiting: until it answers, Flower's own command is run."""
         if not self.forks:
             return
         scripts = Path(self._sockets.name) / "bin"
@@ -108,15 +108,15 @@ class SiteRole:
         return str(Path(self._sockets.name) / "socket")
 
     def _await_server(self, *, again: bool = False) -> None:
-        """Until the server answers with a certificate that this site can trust. A false one is an error at once, but
-        not where the site was connected before: it has expired, say, and will be renewed."""
+        """Wait until the server answers with a certificate that this site trusts. A wrong one is an error at once,
+        unless the site was connected before: it may have expired, for example, and will be renewed."""
         told, since = "", time.monotonic()
         while (reason := self._why_not(again)) is not None:
             if reason != told or time.monotonic() - since >= TOLD_EVERY:
                 self._say(f"waiting for the server {self._folder.options.server} ({reason})")
                 told, since = reason, time.monotonic()
             time.sleep(AGAIN)
-        with suppress(OSError, ValueError):  # it has just ended again, as the SuperNode will find
+        with suppress(OSError, ValueError):  # the server has just ended again; the SuperNode will notice
             if wrong := why_clock_is_wrong(clock_ahead(self._folder)):
                 self._say(f"the clock of this machine is {wrong}")
 
@@ -143,7 +143,7 @@ class SiteRole:
         self._node = Owned(command, self._environment(), log)
 
     def watch(self, until: Callable[[], bool] = lambda: False) -> None:
-        """Until it is interrupted. What has ended is started again, as long as the server does not refuse this site."""
+        """Watch until interrupted. Restart processes that ended, unless the server refuses this site."""
         refused_since: float | None = None
         while not until():
             assert self._resident is not None
@@ -156,12 +156,12 @@ class SiteRole:
                 self._start_resident()
             node_ended = self._node.code() is not None
             if self._warm is not None and (node_ended or self._warm.code() is not None):
-                self._warm.stop()  # with what was forked, which would try to reach a SuperNode that has ended for ever
+                self._warm.stop()  # with its forks, which would try for ever to reach the ended SuperNode
                 self._start_warm()
             if node_ended:
                 said = self._node.last_words()
                 self._node.stop()
-                if "[code:" in said:  # the server's own word; else it was not reached
+                if "[code:" in said:  # the server's own answer; else it was not reached
                     refused_since = refused_since or time.monotonic()
                     if time.monotonic() - refused_since > PATIENCE:
                         raise ConfigError(
@@ -181,7 +181,7 @@ class SiteRole:
             time.sleep(0.5)
 
     def _tell_of_other_app(self, said: str) -> None:
-        """Once of each, where the SuperNode has said that it did not run one."""
+        """Report each other app once, if the SuperNode said that it did not run it."""
         words = said.rpartition(NOT_RUN)[2].partition(" | ")[0] if NOT_RUN in said else self._other_app
         if words != self._other_app:
             self._other_app = words
@@ -195,8 +195,8 @@ class SiteRole:
 
 
 def check_server(folder: SiteFolder) -> str | None:
-    """None where the server answers, and is who it says; the reason where nobody answers. ConfigError where somebody
-    does who is not the server of this deployment."""
+    """None if the right server answers; the reason if nobody answers. ConfigError if somebody answers who is not the
+    server of this deployment."""
     options = folder.options
     host, _, port = options.server.rpartition(":")
     host = host.strip("[]")
@@ -212,7 +212,7 @@ def check_server(folder: SiteFolder) -> str | None:
             f"{options.server} is not the server of this deployment: {error.verify_message}; ask the server's people "
             "for the right ca.crt or address"
         ) from error
-    except (ssl.SSLEOFError, ssl.SSLZeroReturnError):  # as a server does that is ending or just starting
+    except (ssl.SSLEOFError, ssl.SSLZeroReturnError):  # as from a server that is ending or just starting
         return "it closed the connection"
     except ssl.SSLError as error:
         raise ConfigError(
@@ -223,7 +223,7 @@ def check_server(folder: SiteFolder) -> str | None:
 
 
 def clock_ahead(folder: SiteFolder) -> float:
-    """Seconds that this machine's clock is ahead of the server's; OSError or ValueError where these are not told."""
+    """Seconds that this machine's clock is ahead of the server's; OSError or ValueError if they cannot be found."""
     host, _, port = folder.options.server.rpartition(":")
     host = host.strip("[]")
     connection: HTTPConnection
@@ -241,12 +241,12 @@ def clock_ahead(folder: SiteFolder) -> float:
         connection.close()
     if not date:
         raise OSError("the server tells no time")
-    # The server tells whole seconds, cut off, so that this is up to one too large.
+    # The server gives whole seconds, truncated, so the difference is up to one too large.
     return time.time() - email.utils.parsedate_to_datetime(date).timestamp() - 0.5
 
 
 def why_clock_is_wrong(ahead: float) -> str | None:
-    """None where it is not: what a site signs carries the time."""
+    """Why the clock is wrong, or None. It matters because a site's signatures carry the time."""
     words = f"{abs(ahead):.0f} seconds {'ahead of' if ahead > 0 else 'behind'} the server's"
     if not -BEHIND <= ahead <= AHEAD:
         return f"{words}, and Flower refuses what a site signs so; set it"

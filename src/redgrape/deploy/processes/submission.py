@@ -1,4 +1,4 @@
-"""`redgrape deploy run`: hand a run over to the server and follow it, or take it up again where it was left."""
+"""`redgrape deploy run`: submits a run to the server and follows it, or resumes it."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from redgrape.runs.experiment import Experiment
 from redgrape.runs.folder import RunFolder
 from redgrape.training import RunState, Step
 
-START_DEADLINE = 120.0  # seconds for the server's part to begin
-SILENCE = 3600.0  # seconds for the server's own work in a round, beside what it waits for
-ATTEMPTS = 3  # how often the server's part may die before it is given up
+START_DEADLINE = 120.0  # seconds for the server's part to start
+SILENCE = 3600.0  # seconds for the server's own work in a round, besides its waits
+ATTEMPTS = 3  # times that the server's part may die before it is given up
 _KINDS = {kind.exit_code: kind for kind in (ConfigError, Diverged, TooFewClients, DataError, StorageError, BusyError)}
 
 
 class Died(RedgrapeError):
-    """The server's part of a run has ended without a word."""
+    """The server's part of a run ended without a message."""
 
 
 def described(values: Mapping[str, Any]) -> Experiment:
-    """The experiment of these values; a method of one's own is refused before it is loaded, since it is code."""
+    """The experiment with these values. A user's own method is refused before it is loaded, because it is code."""
     method = values.get("method")
     name = method.get("name") if isinstance(method, Mapping) else None
     if isinstance(name, str) and name.endswith(".py"):
@@ -43,7 +43,7 @@ def described(values: Mapping[str, Any]) -> Experiment:
 
 
 def check(experiment: Experiment, options: DeployOptions) -> None:
-    """Raise ConfigError for what cannot be deployed, or not so."""
+    """Raise ConfigError for an experiment that cannot be deployed, or not with these options."""
     if experiment.data.validation:
         raise ConfigError(
             "data.validation holds examples out at the server, which has none of the sites'; leave it out"
@@ -67,7 +67,7 @@ def check(experiment: Experiment, options: DeployOptions) -> None:
 
 
 def lone_answers(experiment: Experiment, options: DeployOptions) -> str | None:
-    """What to warn of where a round may be made of one site's answer. In a secure sum it cannot."""
+    """A warning if a round may consist of one site's answer. In a secure sum it cannot."""
     fewest = max(experiment.min_answers, experiment.exchange.fewest_answers())
     if options.secure_aggregation or fewest > 1:
         return None
@@ -95,12 +95,12 @@ class Submission:
             "changes": "allowed" if allow_changes else "refused",
         }
         self._more = ("--federation-config", _simulated(deployment)) if simulation else ()
-        self._shown = 0  # how many of the server's words were passed on
+        self._shown = 0  # number of the server's messages passed on
         limits = deployment.options.deadlines
         self._longest = 6 * limits.join + limits.round + 8 * limits.evaluate + SILENCE
 
     def carry_out(self, step: Callable[[Step], None], say: Callable[[str], None]) -> None:
-        """Until the run is finished. Where the server's part dies, it is started again and goes on."""
+        """Follow until the run is finished. If the server's part dies, it is started again and goes on."""
         for attempt in range(1, ATTEMPTS + 1):
             try:
                 self._attempt(step, say)
@@ -134,14 +134,14 @@ class Submission:
                     self._give_up(run, say)
                 time.sleep(0.2)
         finally:
-            if not done:  # interrupted: what nobody follows is not left running
+            if not done:  # interrupted: do not leave a run that nobody follows
                 self._link.stop(run)
         if state["state"] != "finished":
             kind = _KINDS.get(int(state.get("exit_code", 1)), RedgrapeError)
             raise kind(str(state.get("message", "the run has failed")))
 
     def _give_up(self, run: str, say: Callable[[str], None]) -> NoReturn:
-        """A round has its deadlines, so one that goes on for longer than all of them hangs."""
+        """Give up a round that takes longer than all its deadlines: it hangs."""
         try:
             self._link.stop(run)
         except RedgrapeError as error:  # the SuperLink may hang as well
@@ -186,7 +186,7 @@ class Submission:
 
 
 def journal(deployment: Deployment) -> dict[str, Any]:
-    """What the server's part of the newest run has told of itself."""
+    """The journal that the server's part of the newest run has written."""
     try:
         state = json.loads((deployment.server / "run.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -200,7 +200,7 @@ def is_active(deployment: Deployment) -> bool:
 
 
 def _runs(state: Mapping[str, Any]) -> bool:
-    """Whether the process that wrote this still runs; after a restart of the machine another may have its number."""
+    """Whether the process that wrote this still runs. After a reboot another process may have its number."""
     pid = int(state["pid"])
     try:
         os.kill(pid, 0)

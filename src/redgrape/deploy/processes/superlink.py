@@ -1,4 +1,4 @@
-"""What the server's machine asks its SuperLink, through the `flwr` command: no answer is waited for without an end."""
+"""Requests to the local SuperLink through the `flwr` command. Every wait has a deadline."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from redgrape.deploy.setup.folder import Deployment, address, is_everywhere
 from redgrape.errors import RedgrapeError, StorageError
 from redgrape.runs import durable
 
-NAME = "redgrape"  # of the connection in Flower's own configuration
+NAME = "redgrape"  # the connection's name in Flower's configuration
 COMMAND_DEADLINE = 60.0  # seconds
 START_DEADLINE = 90.0
 
@@ -44,7 +44,7 @@ class Link:
         (home / "config.toml").write_text(tomli_w.dumps(settings), encoding="utf-8")
 
     def is_up(self) -> bool:
-        """Whether a SuperLink answers at the deployment's own address, with its certificate."""
+        """Whether a SuperLink answers at the deployment's address, with its certificate."""
         options = self._deployment.options
         connection: HTTPConnection
         if options.plain:
@@ -62,13 +62,13 @@ class Link:
             connection.close()
 
     def sites(self) -> dict[str, str]:
-        """How the sites are doing that are registered. Flower lists nodes without their names, so these are kept."""
+        """The status of each registered site. Flower lists nodes without their names, so the names are kept here."""
         listed = self._ask("supernode", "list", NAME).get("nodes", [])
         status = {str(node.get("node-id")): str(node.get("status")) for node in listed}
         return {name: status[node] for name, node in self._registered().items() if node in status}
 
     def register(self, keys: Mapping[str, Path]) -> None:
-        """Make the keys of the sites known."""
+        """Register the sites' keys."""
         commands = [["supernode", "register", str(key), NAME, "--name", name] for name, key in keys.items()]
         nodes = [str(answer["node-id"]) for answer in self._ask_all(commands)]
         durable.replace_file(self._nodes, json.dumps(dict(zip(keys, nodes, strict=True))).encode())
@@ -78,7 +78,7 @@ class Link:
         return self._deployment.server / "nodes.json"
 
     def _registered(self) -> dict[str, str]:
-        """Flower's number for each site that was registered."""
+        """Flower's node number for each registered site."""
         try:
             return {str(name): str(node) for name, node in json.loads(self._nodes.read_text(encoding="utf-8")).items()}
         except FileNotFoundError:
@@ -89,13 +89,13 @@ class Link:
             ) from error
 
     def start(self, settings: Mapping[str, str], *more: str) -> str:
-        """Start the app; the id of Flower's run."""
+        """Start the app and return the id of Flower's run."""
         pairs = " ".join(f"{key}={json.dumps(value)}" for key, value in settings.items())
         answer = self._ask("run", str(self._deployment.path / "app"), NAME, "-c", pairs, *more)
         return str(answer["run-id"])
 
     def status(self, run: str) -> str:
-        """Flower's word for how a run is doing; empty where it does not know it."""
+        """Flower's status of a run; empty if Flower does not know the run."""
         runs = self._ask("list", NAME, "--run-id", run).get("runs", [])
         return str(runs[0].get("status", "")) if runs else ""
 
@@ -106,7 +106,7 @@ class Link:
         return self._ask_all([list(words)])[0]
 
     def _ask_all(self, commands: Sequence[Sequence[str]]) -> list[dict[str, Any]]:
-        """What each command answers; RedgrapeError where one fails or none answers in time."""
+        """The answer to each command; RedgrapeError if one fails or there is no answer in time."""
         if not commands:
             return []
         try:
@@ -130,7 +130,7 @@ class Link:
 
 
 def _understood(words: Sequence[str], text: str) -> dict[str, Any]:
-    """A command's answer, which may have remarks before it."""
+    """A command's answer, which may follow other output."""
     try:
         answer = json.loads(text[text.index("{") : text.rindex("}") + 1])
     except ValueError:

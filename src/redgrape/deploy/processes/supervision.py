@@ -1,6 +1,6 @@
-"""The processes of a role: started in a group of their own, watched, and ended with all that they have started.
+"""The processes of a role: started in their own group, watched, and ended with all that they started.
 
-Flower's SuperLink and SuperNode start further processes, some in sessions of their own, which would outlive a kill.
+Flower's SuperLink and SuperNode start further processes, some in their own sessions, which would outlive a kill.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 
 from redgrape.errors import ConfigError
 
-GRACE = 8.0  # seconds to end in order, before they are killed
+GRACE = 8.0  # seconds to end cleanly before they are killed
 _PR_SET_PDEATHSIG = 1
 OFF = {
     "FLWR_TELEMETRY_ENABLED": "0",
@@ -26,13 +26,13 @@ OFF = {
     "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
     "RAY_USAGE_STATS_ENABLED": "0",
 }
-# What the parties' processes are told by their environment: paths that an app's settings would tell to everybody.
+# Passed to the parties' processes in the environment: an app's settings would disclose the paths to everybody.
 DEPLOYMENT = "REDGRAPE_DEPLOYMENT"  # the server's folder
 SOCKET = "REDGRAPE_SITE_SOCKET"  # where a site's resident process listens
-SIMULATED_DATA = "REDGRAPE_SIMULATED_DATA"  # the data of all sites, where they are simulated here
+SIMULATED_DATA = "REDGRAPE_SIMULATED_DATA"  # the data of all sites, if they are simulated here
 APP = "REDGRAPE_APP"  # the hash of the app that a site runs
-LOOK = "REDGRAPE_LOOK"  # seconds between two looks of a SuperNode for messages
-POLL = 0.2  # seconds between two looks of Flower for work, which cost the server some milliseconds each
+LOOK = "REDGRAPE_LOOK"  # seconds between two polls of a SuperNode for messages
+POLL = 0.2  # seconds between two polls of Flower for work; each costs the server some milliseconds
 
 
 def environment(flower_home: Path, more: Mapping[str, str] | None = None, poll: float = POLL) -> dict[str, str]:
@@ -49,7 +49,7 @@ def environment(flower_home: Path, more: Mapping[str, str] | None = None, poll: 
 
 
 def require_flower() -> None:
-    """Raise ConfigError where Flower is not installed."""
+    """Raise ConfigError if Flower is not installed."""
     from importlib.util import find_spec
 
     if find_spec("flwr") is None:
@@ -57,7 +57,7 @@ def require_flower() -> None:
 
 
 def end_with_parent() -> None:
-    """End this process when the one that started it has ended, where the system can (Linux)."""
+    """End this process when its parent has ended, if the system supports it (Linux)."""
     if sys.platform == "linux":
         parent = os.getppid()
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
@@ -70,8 +70,8 @@ def _private(path: str, flags: int) -> int:
 
 
 class Owned:
-    """One process with all that it starts. Its output goes to a file. What it starts is known by a mark in the
-    environment, which is inherited also by those that leave the group or lose their parent."""
+    """One process with all that it starts. Its output goes to a file. A mark in the environment identifies what it
+    starts. Processes that leave the group or lose their parent inherit it too."""
 
     def __init__(self, command: Sequence[str], env: Mapping[str, str], log: Path) -> None:
         self.log = log
@@ -85,19 +85,19 @@ class Owned:
                 stdout=file,
                 stderr=file,
                 start_new_session=True,
-                umask=0o077,  # what it writes may tell of a party's data
+                umask=0o077,  # its files may disclose a party's data
             )
 
     def code(self) -> int | None:
         return self.process.poll()
 
     def last_words(self) -> str:
-        """The end of what it has written, on one line."""
+        """The end of its output, on one line."""
         text = self.log.read_bytes()[-8192:].decode(errors="replace")
         return " | ".join(line.strip() for line in text.splitlines() if line.strip())[-2000:]
 
     def stop(self) -> None:
-        """End it and what it has started: first in order, then at once."""
+        """End it and what it has started: first cleanly, then by force."""
         ends = time.monotonic() + GRACE
         self._signal(signal.SIGTERM)
         while self._running() and time.monotonic() < ends:
@@ -111,13 +111,13 @@ class Owned:
                 os.kill(pid, number)
 
     def _running(self) -> set[int]:
-        """It and the processes that it has started, as far as they have not ended. Only Linux tells of the latter."""
+        """The process and those it has started that have not ended. The latter are known only on Linux."""
         return marked(self._mark) | ({self.process.pid} if self.process.poll() is None else set())
 
 
 def identity(pid: int) -> str:
-    """What tells a process from a later one with the same number: when this machine, and it, were started. Empty where
-    it has ended or the system does not tell."""
+    """Distinguishes a process from a later one with the same number, by the start times of the machine and the process.
+    Empty if it has ended or the system does not say."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
@@ -127,12 +127,12 @@ def identity(pid: int) -> str:
 
 
 def marked(mark: str) -> set[int]:
-    """The processes that have this in their environment, and have not ended."""
+    """The running processes with this mark in their environment."""
     found = set()
     for entry in Path("/proc").glob("[0-9]*/environ"):
         try:
             if mark.encode() in entry.read_bytes().split(b"\0"):
                 found.add(int(entry.parent.name))
-        except OSError:  # it has just ended, or is somebody else's
+        except OSError:  # it has just ended, or belongs to another user
             continue
     return found

@@ -1,1 +1,1 @@
-"""The folders of a deployment with their keys and data: how they are made, read and checked."""
+"""Creates, describes and checks the folders of a deployment."""

@@ -1,6 +1,6 @@
 """A deployment's certificate authority, the server's certificate, and a key for each site.
 
-The authority signs the server's certificate alone. A site proves who it is by its own key, which the server knows.
+The authority signs only the server's certificate. A site proves its identity by its own key, which the server knows.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Certificate: TypeAlias = x509.Certificate
 
 AUTHORITY_DAYS = 3650
 SERVER_DAYS = 825
-_SKEW = datetime.timedelta(hours=1)  # clocks of the sites may be behind
+_SKEW = datetime.timedelta(hours=1)  # the sites' clocks may be behind
 
 
 def new_key() -> PrivateKey:
@@ -31,7 +31,7 @@ def new_key() -> PrivateKey:
 
 
 def authority(key: PrivateKey, days: int = AUTHORITY_DAYS) -> Certificate:
-    """A certificate authority of the deployment's own, which signs itself and can sign no other authority."""
+    """The deployment's own certificate authority, self-signed, which cannot sign another authority."""
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "redgrape deployment")])
     usage = x509.KeyUsage(
         digital_signature=False,
@@ -60,7 +60,7 @@ def server_certificate(
     signing_key: PrivateKey,
     days: int = SERVER_DAYS,
 ) -> Certificate:
-    """The server's, for these names and addresses."""
+    """The server's certificate for these names and addresses."""
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, hosts[0][:64])])
     alternatives = x509.SubjectAlternativeName([_general_name(host) for host in hosts])
     identifier = x509.AuthorityKeyIdentifier.from_issuer_public_key(signing_key.public_key())
@@ -113,7 +113,7 @@ def certificate_bytes(certificate: Certificate) -> bytes:
 
 
 def private_bytes(key: PrivateKey) -> bytes:
-    """For a TLS server."""
+    """The private key in the form for a TLS server."""
     plain = serialization.NoEncryption()
     return bytes(key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, plain))
 
@@ -128,7 +128,7 @@ def site_key_bytes(key: PrivateKey) -> tuple[bytes, bytes]:
 
 
 def public_identity(key_file: Path) -> bytes:
-    """A site's public key as Flower names a node by it."""
+    """A site's public key in the form by which Flower identifies a node."""
     return _identity(serialization.load_ssh_public_key(key_file.read_bytes()))
 
 
@@ -139,12 +139,12 @@ def private_identity(key_file: Path) -> bytes:
 
 def _identity(key: object) -> bytes:
     if not isinstance(key, ec.EllipticCurvePublicKey):
-        raise ValueError("it is no key of an elliptic curve")
+        raise ValueError("it is not an elliptic-curve key")
     return bytes(key.public_bytes(serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo))
 
 
 def days_left(certificate_file: Path) -> float:
-    """Days that a certificate is still valid, below 0 where it is not any more; ConfigError where it cannot be read."""
+    """Days until a certificate expires, below 0 if it has expired; ConfigError if it cannot be read."""
     try:
         certificate = x509.load_pem_x509_certificate(certificate_file.read_bytes())
     except (OSError, ValueError) as error:
@@ -159,7 +159,7 @@ def days_left(certificate_file: Path) -> float:
 
 
 def check_private(key_file: Path) -> None:
-    """Raise ConfigError where others than the owner could read the key."""
+    """Raise ConfigError if anyone but the owner could read the key."""
     try:
         mode = key_file.stat().st_mode & 0o777
     except OSError as error:

@@ -1,4 +1,4 @@
-"""`redgrape deploy init`: the folder of a deployment, with all that each party needs."""
+"""`redgrape deploy init`: makes the folder of a deployment, with all that each party needs."""
 
 from __future__ import annotations
 
@@ -58,29 +58,29 @@ _SERVER_README = """\
 
 Sites: {sites}. Server: {address}, listening on {bind}.
 
-1. Give each site its folder below `sites/`, over a way that only the two of you can read: it holds the site's key.
-   Delete it here afterwards if you like, but keep `sites/NAME/key.pub`, by which the server knows the site.
+1. Give each site its folder below `sites/`, over a channel that only the two of you can read: it holds the site's key.
+   You may delete it here afterwards, but keep `sites/NAME/key.pub`, by which the server knows the site.
 2. `redgrape deploy server .` (or `server/start.sh`) starts the server and stays in the foreground.
 3. Every site starts its own part.
-4. `redgrape deploy status .` tells who is connected; `redgrape deploy run .` runs `experiment.toml`. The run folder
-   appears below `runs/`. If anything is interrupted, the same command goes on from the last finished round.
-5. `redgrape doctor .` looks for what may be wrong.
+4. `redgrape deploy status .` shows who is connected; `redgrape deploy run .` runs `experiment.toml`. The run folder
+   appears below `runs/`. After an interruption, the same command continues from the last finished round.
+5. `redgrape doctor .` looks for problems.
 
-`server/ca.key` signs certificates that all sites trust: keep it to yourself.
+`server/ca.key` signs certificates that all sites trust: keep it secret.
 """
 
 _SITE_README = """\
 # Site {name}
 
-Your data stays on your machine. You need Python 3.11 or newer, this folder, and a way out to {address} (TCP); nobody
-connects to you.
+Your data stays on your machine. You need Python 3.11 or newer, this folder, and an outgoing connection to {address}
+(TCP). Nobody connects to you.
 
 1. Install: `pip install "redgrape[flower,images]"`, in the same version as the server.
-2. Look that everything is in order: `redgrape doctor . --data PATH`.
+2. Check your setup: `redgrape doctor . --data PATH`.
 3. Start: `redgrape deploy site . --data PATH` (or `./start.sh PATH`), and leave it running. It reconnects by itself.
    Ctrl-C ends it; start it again whenever you like: your site is known by its key.
 
-PATH is a folder with a sub-folder for each class, or an `.npz` file with `x`, `y` and, where classes are not simply
+PATH is a folder with a sub-folder for each class, or an `.npz` file with `x`, `y` and, if classes are not simply
 numbered, `class_names`. The classes are: {classes}. You need not hold all of them. An input has the shape {shape}
 ({input}).{evaluation}
 
@@ -88,11 +88,11 @@ What leaves your site:
 
 {leaves}
 
-These limits are in `site.toml` and are kept here, whatever the server asks for. The server chooses the method and its
-settings. It also sends the Flower app, which is code: only the one whose SHA-256 is `app` in `site.toml` is run here.
+These limits are in `site.toml` and are enforced here, whatever the server asks for. The server chooses the method and
+its settings. It also sends the Flower app, which is code: only the app with the SHA-256 `app` in `site.toml` runs here.
 
-`key` is your site's key: keep it to yourself, readable by you alone. `states/` holds what your site must remember
-between rounds: keep it while a run goes on.
+`key` is your site's key: keep it secret, readable only by you. `states/` holds what your site must remember between
+rounds: keep it during a run.
 """
 
 _LEAVES = """\
@@ -112,7 +112,7 @@ All but the last two is masked, so that the server can read only the sum over al
 
 
 def create(path: Path, options: DeployOptions) -> None:
-    """Make the folder, which must not exist or be empty. It appears whole or not at all."""
+    """Make the folder, which must not exist yet or be empty. It appears complete or not at all."""
     if len(options.sites) < options.min_clients:
         raise ConfigError(
             f"there are {len(options.sites)} sites, and a class is released only where {options.min_clients} of them "
@@ -135,8 +135,8 @@ def create(path: Path, options: DeployOptions) -> None:
 
 
 def default_experiment(options: DeployOptions) -> dict[str, Any]:
-    """RedGrape with floors. Outside of a secure sum, a gradient of fewer examples than classes can be solved for
-    all of them. A round of one site alone would show its change of the model to all."""
+    """RedGrape with floors. Without a secure sum, a gradient of fewer examples than classes can be solved for all of
+    them. A round with a single site would disclose its model change to all."""
     net = "cnn" if len(options.data.shape) == 3 and min(options.data.shape[1:]) >= 16 else "mlp"
     solvable = 1 if options.secure_aggregation or options.min_count == 1 else len(options.data.classes)
     floors = {"min_count": max(options.min_count, solvable), "min_clients": options.min_clients}
@@ -186,14 +186,14 @@ def _fill(path: Path, options: DeployOptions) -> None:
 
 
 def app_hash(app: Path) -> str:
-    """Of the app as Flower sends it."""
+    """The hash of the app as Flower sends it."""
     from flwr.cli.build import build_fab_from_disk
 
     return hashlib.sha256(build_fab_from_disk(app)).hexdigest()
 
 
 def renew(deployment: Deployment, days: int = certificates.SERVER_DAYS) -> None:
-    """A new certificate for the server, from the authority that the sites know already."""
+    """Make a new certificate for the server, signed by the authority that the sites already know."""
     server = deployment.server
     if deployment.options.plain:
         raise ConfigError("this deployment has no certificates: it is plain")
@@ -221,7 +221,7 @@ def _write_server_certificate(
     everywhere = is_everywhere(options.bind)
     hosts = [options.host] if everywhere else [options.host, options.bind]
     if any(map(is_loopback, hosts)) or everywhere:
-        hosts += ["localhost", "127.0.0.1"]  # for this machine's own questions
+        hosts += ["localhost", "127.0.0.1"]  # for requests from this machine
     certificate = certificates.server_certificate(key, list(dict.fromkeys(hosts)), authority, signing_key, days)
     (server / "server.key").unlink(missing_ok=True)
     write_private(server / "server.key", certificates.private_bytes(key))

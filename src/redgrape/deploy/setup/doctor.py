@@ -1,4 +1,4 @@
-"""`redgrape doctor`: looks at a deployment's folder, or a site's, and says what is wrong and what to do."""
+"""`redgrape doctor`: checks the folder of a deployment or a site, and says what is wrong and what to do."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from redgrape.deploy.setup.folder import Deployment, SiteFolder
 from redgrape.errors import BusyError, RedgrapeError
 from redgrape.runs.experiment import read_toml
 
-SOON = 30.0  # days before its end at which a certificate is worth a word
+SOON = 30.0  # days before expiry at which a certificate gets a warning
 FREE = 1 << 30  # bytes
 OLDEST_FLOWER, FIRST_FLOWER_TOO_NEW = (1, 41), (1, 42)
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What was looked at, how it is, and what to do about it."""
+    """What was checked, its status, and what to do about it."""
 
     what: str
     how: Literal["good", "warning", "bad"]
@@ -89,7 +89,7 @@ def _site(path: Path, data: Path | None) -> Iterator[Finding]:
 
 
 def _look(what: str, check: Callable[[], str | None], otherwise: str = "in order") -> Finding:
-    """What a check says; one that raises says what is wrong."""
+    """The finding of a check. If the check raises, the error says what is wrong."""
     try:
         return Finding(what, "good", check() or otherwise)
     except BusyError as error:

@@ -1,4 +1,4 @@
-"""What a deployment has on disk: at the server everything, and for each site a folder that is handed over to it.
+"""The files of a deployment. The server has all of them; each site receives its own folder.
 
     deploy.toml                  who takes part, where the server listens, what the data looks like, deadlines
     experiment.toml              what `redgrape deploy run` runs
@@ -7,7 +7,7 @@
     sites/NAME/                  site.toml, ca.crt, key, key.pub, start.sh, README.md
     runs/                        run folders, like those of `redgrape run`
 
-Keys can be read by their owner alone.
+Only their owner can read keys.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from redgrape.runs import durable
 from redgrape.validation import one_line, short
 
 _STRICT = ConfigDict(frozen=True, strict=True, extra="forbid")
-FEWEST_IN_SUM = 3  # sites of a secure sum
+FEWEST_IN_SUM = 3  # sites in a secure sum
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,39}")
 _LABEL = re.compile(r"[A-Za-z0-9]([A-Za-z0-9-]{0,61}[A-Za-z0-9])?")
 _Folder = TypeVar("_Folder", bound="_Described")
 
 
 def _tuple(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value  # TOML has lists only
+    return tuple(value) if isinstance(value, list) else value  # TOML has only lists
 
 
 def _site_name(name: str) -> str:
@@ -44,7 +44,7 @@ def _site_name(name: str) -> str:
 
 
 def _host(host: str) -> str:
-    """An IP address, or a name as in RFC 1123, whose last part is no number."""
+    """An IP address, or a name as in RFC 1123, in which the last part is not a number."""
     try:
         ipaddress.ip_address(host)
     except ValueError:
@@ -81,7 +81,7 @@ class DataAgreement(BaseModel):
 
 
 class Deadlines(BaseModel):
-    """Seconds. No wait is without one."""
+    """Deadlines in seconds. Every wait has one."""
 
     model_config = _STRICT
 
@@ -151,7 +151,7 @@ class DeployOptions(_Described):
 
 
 class SiteOptions(_Described):
-    """site.toml: what one site knows of the deployment."""
+    """site.toml: what one site knows about the deployment."""
 
     name: SiteName
     index: int = Field(ge=0)
@@ -186,7 +186,7 @@ def is_loopback(host: str) -> bool:
 
 
 def is_everywhere(bind: str) -> bool:
-    """Whether it stands for all addresses of the machine, which must be asked for."""
+    """Whether it means all addresses of the machine, which must be asked for explicitly."""
     try:
         return ipaddress.ip_address(bind).is_unspecified
     except ValueError:
@@ -247,6 +247,6 @@ class SiteFolder:
 
 
 def write_private(path: Path, data: bytes) -> None:
-    """A file that only its owner can read, from its first byte on."""
+    """Write a file that only its owner can read, from the first byte on."""
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
         file.write(data)

@@ -1,4 +1,4 @@
-"""A party's own data, held to what all have agreed on: classes by name, shape, and something to learn from."""
+"""A party's own data, checked against the agreement of all: class names, shape, and something to learn from."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from redgrape.deploy.setup.folder import DataAgreement
 from redgrape.errors import DataError
 from redgrape.runs import durable
 
-_SEED = 0  # of the test set that a site holds out; the same in every run, so that none trains on another's test set
+_SEED = 0  # for a site's held-out test set; the same in every run, so that none trains on another's test set
 
 
 def load(path: Path, cache: Path, agreement: DataAgreement, *, hold_out: bool) -> tuple[Examples, Examples]:
-    """Training and test examples with the numbers of the agreed classes. Data that brings no test set gives one of its
-    own where it is to be `hold_out`, else it has none."""
+    """Training and test examples with the numbers of the agreed classes. Data without a test set gives some examples
+    for one if `hold_out`, else it has none."""
     if not path.exists():
         raise DataError(f"there is no '{path}'; name a folder with a sub-folder a class, or an .npz with x and y")
     size = agreement.image_size if path.is_dir() else None
@@ -31,7 +31,7 @@ def load(path: Path, cache: Path, agreement: DataAgreement, *, hold_out: bool) -
 
 
 def load_all(path: Path, cache: Path, agreement: DataAgreement) -> Examples:
-    """All examples of a set that nobody trains on, or that is a server's own."""
+    """All examples of a set that nobody trains on, or that belongs to the server."""
     if path.suffix == ".npz" or path.is_dir():
         train, test = load(path, cache, agreement, hold_out=False)
         return test if len(test) else train
