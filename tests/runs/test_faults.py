@@ -25,6 +25,7 @@ import victims
 from victims import contents
 
 from redgrape.cli import main as cli
+from redgrape.data.federation import Federation
 from redgrape.engines import in_process
 from redgrape.errors import RedgrapeError, StorageError
 from redgrape.reading.run_tables import RunView
@@ -321,10 +322,11 @@ def test_what_could_change_bits_is_refused_unless_asked_for(
 def test_a_change_before_the_first_round_is_no_matter(tmp_path: Path, tiny: Values) -> None:
     folder = RunFolder.create(tmp_path / "run", Experiment.parse(tiny()))
     run = Run(folder, workers=1)
-    federation = run._prepare()
-    environment = run._checked_environment(federation, None, None)
+    prepared = run.venue.prepare(run.experiment, None)
+    assert isinstance(prepared.federation, Federation)
+    environment = run._checked_environment(prepared, prepared.federation, None, None)
     assert environment is not None
-    folder.write_environment(environment, federation)
+    folder.write_environment(environment, prepared.federation)
     path = folder.path / "environment.json"
     before = {**json.loads(path.read_bytes()), "torch": "ancient"}
     checksums.write(folder.path, {path.name: json.dumps(before).encode()})
