@@ -685,6 +685,42 @@ def test_an_evaluation_has_as_many_examples_as_its_site_has_declared(tmp_path: P
     assert any(line.startswith("tests that sites have declared: north ") for line in said)
 
 
+class Answering(Site):
+    """Changes its answers to the second round."""
+
+    lie: str
+
+    def answer(self, header: Any, parts: Any) -> Any:
+        back, sent = super().answer(header, parts)
+        if header["kind"] != "train" or header["round"] != 2:
+            return back, sent
+        return {
+            "garbage": (back, {"update": b"no tensors at all"}),
+            "nothing": (back, {}),
+            "stale": (back | {"round": 1}, sent),
+            "no round": (back | {"round": "2"}, sent),
+        }[self.lie]
+
+
+@pytest.mark.parametrize(
+    ("lie", "where", "words"),
+    [
+        ("garbage", "lost", "'update' cannot be read"),
+        ("nothing", "lost", "'update' cannot be read"),
+        ("stale", "rejected", "the answer is for round 1"),
+        ("no round", "lost", "cannot be read: 'round' must be a whole number"),
+    ],
+)
+def test_an_answer_that_is_none_is_left_out_and_the_run_goes_on(
+    deployment: Deployment, sites: list[Site], federated: Federated, lie: str, where: str, words: str
+) -> None:
+    liar = Answering(SiteFolder(deployment.site("west")), federated.data("west"))
+    liar.lie = lie
+    folder, _ = _run(deployment, FakeGrid(deployment, [*sites[:2], liar]), "a")
+    assert [record["answered"] for record in folder.metrics()] == [[0, 1, 2], [0, 1], [0, 1, 2]]
+    assert words in folder.metrics()[1][where]["2"]
+
+
 class Expired(FakeGrid):
     """Flower's own answer to the first question to each node: the message has expired."""
 
