@@ -134,8 +134,10 @@ class ClientHalf:
         keep_freed_memory()
         with same_bits_everywhere():
             before = [states[k] if k in states else self.method.init_client(broadcast) for k in clients]
-            answers = stacked.run(self.method, broadcast, before, [self.site(k, round) for k in clients])
-        return [Answer(*answer, round) for answer in answers]
+            sites = [self.site(k, round) for k in clients]
+            answers = stacked.run(self.method, broadcast, before, sites)
+            pairs = zip(answers, sites, strict=True)
+            return [Answer(self._leave(update, broadcast, site), state, round) for (update, state), site in pairs]
 
     def summand(self, client: ClientId, broadcast: Tree, update: Tree, round: int) -> Tree:
         """What the client adds to a secure sum instead of its update."""

@@ -235,7 +235,7 @@ def in_words(facts: Mapping[str, Any]) -> dict[str, list[str]]:
         server += [_evaluation_words(evaluations, summed=facts["secure_aggregation"])]
     if reports is not None:
         clients += _client_words(facts, reports["clients"])
-    return {"the server": server, "the clients": clients, "differential privacy": _noise_words(facts["noise"])}
+    return {"the server": server, "the clients": clients, "differential privacy": _noise_words(facts)}
 
 
 def _fewest_words(fewest: int | None) -> str:
@@ -280,8 +280,8 @@ def _evaluation_words(evaluations: Mapping[str, int], *, summed: bool) -> str:
     )
 
 
-def _noise_words(noise: Mapping[str, Any] | None) -> list[str]:
-    if noise is None:
+def _noise_words(facts: Mapping[str, Any]) -> list[str]:
+    if (noise := facts["noise"]) is None:
         return ["none: nothing got noise, epsilon is infinite"]
     words = ", ".join(f"{m['name']} {m['multiplier']:g} ({m['times']} a round)" for m in noise["mechanisms"])
     spent = (
@@ -289,11 +289,16 @@ def _noise_words(noise: Mapping[str, Any] | None) -> list[str]:
         if noise["epsilon"] is None
         else f"epsilon {noise['epsilon']:.4g} at delta {noise['delta']:g}"
     )
+    holds = (
+        "every site clips its own update, and the server is honest: it sees their sum without noise"
+        if facts["secure_aggregation"]
+        else "the server is honest: it sees the updates without noise, and metrics.jsonl is made from them"
+    )
     told = [
         f"{spent}; noise multipliers: {words}; {noise['releases']} releases, "
         f"a client in at most {noise['most_rounds']}",
         "this bounds what the clients, and anyone who gets the model, can learn about all data of one client; it "
-        "holds if the server is honest: it sees the updates without noise, and metrics.jsonl is made from them",
+        f"holds if {holds}",
     ]
     if noise["randomness"] == "seed":
         told += ["the noise was made from the seed: whoever knows the seed can remove it, and epsilon is meaningless"]
