@@ -574,7 +574,7 @@ def test_a_survey_that_cannot_be_stops_the_run_by_the_site_s_name(
     deployment: Deployment, sites: list[Site], federated: Federated
 ) -> None:
     liar = Surveyed(SiteFolder(deployment.site("west")), federated.data("west"))
-    with pytest.raises(TooFewClients, match=r"what site 'west' answers to the survey .* must count examples"):
+    with pytest.raises(TooFewClients, match=r"the answer of site 'west' to the survey .* must count examples"):
         _run(deployment, FakeGrid(deployment, [*sites[:2], liar]), "a", method={"name": "balanced_softmax"})
 
 

@@ -677,7 +677,7 @@ def test_noise_of_the_seed_needs_no_key(tiny: Callable[..., dict[str, Any]], tmp
     one, two = carried_out(tmp_path / "one", values), carried_out(tmp_path / "two", values)
     assert not (one.path / "noise.key").exists()
     assert one.summary()["state"] == two.summary()["state"]  # type: ignore[index]
-    assert "means nothing" in " ".join(in_words(disclosed(RunView.read(one.path)))["differential privacy"])
+    assert "is meaningless" in " ".join(in_words(disclosed(RunView.read(one.path)))["differential privacy"])
 
 
 def test_a_run_without_noise_has_no_ledger(tiny: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
