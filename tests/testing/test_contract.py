@@ -13,8 +13,8 @@ from pydantic import ConfigDict, PrivateAttr
 from torch import Tensor
 
 from redgrape import methods, testing, tree
-from redgrape.exchange import Exchange
-from redgrape.exchange.checks import Inspection, Sum
+from redgrape.exchange import Exchange, Sum
+from redgrape.exchange.checks import Inspection
 from redgrape.method import ClientSite, Method
 from redgrape.methods.balanced_softmax import BalancedSoftmax
 from redgrape.methods.fedavg import FedAvg
