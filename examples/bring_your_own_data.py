@@ -1,10 +1,10 @@
-"""Own data and an own net: three sites with imbalanced vectors, FedAvg against RedGrape, the recall of every class.
+"""Your own data and net: three sites with imbalanced vectors, FedAvg against RedGrape, the recall of every class.
 
     python examples/bring_your_own_data.py
 
-The data is made up, so that the script needs nothing: 20 measurements of four classes, of which one is rare and one
-very rare. To use yours, replace `sites` and `test`: an rg.Examples takes NumPy arrays or tensors, x as floats [n, ...]
-or uint8 pixels [n, channels, height, width], y as class numbers from 0.
+The data is made up, so the script needs no files: vectors of 20 measurements in four classes. One class is rare and one
+is very rare. To use your own data, replace `sites` and `test`. rg.Examples takes NumPy arrays or tensors: x as floats
+[n, ...] or uint8 pixels [n, channels, height, width], y as class numbers from 0.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from redgrape.methods.redgrape import RedGrape
 
 CLASSES = ["normal", "worn", "cracked", "broken"]
 FEATURES = 20
-COUNTS = {  # examples of each class at each site: nobody has many of the last two, and two sites lack one of them
+COUNTS = {  # examples of each class at each site: no site has many of the last two, and two sites lack one of them
     "north": [400, 120, 12, 0],
     "south": [250, 30, 0, 6],
     "west": [150, 60, 8, 4],
@@ -27,7 +27,7 @@ COUNTS = {  # examples of each class at each site: nobody has many of the last t
 
 
 def measurements(counts: list[int], seed: int) -> rg.Examples:
-    """So many vectors of each class, around a centre of the class."""
+    """This many vectors of each class, around the centre of the class."""
     centres = np.random.default_rng(0).normal(size=(len(CLASSES), FEATURES)) * 0.6
     y = np.repeat(np.arange(len(CLASSES)), counts)
     x = centres[y] + np.random.default_rng(seed).normal(size=(len(y), FEATURES))
@@ -35,8 +35,8 @@ def measurements(counts: list[int], seed: int) -> rg.Examples:
 
 
 def make_net() -> rg.Net:
-    """Any encoder that gives one vector for each example, and a linear classifier."""
-    torch.manual_seed(0)  # the same initial weights at every call
+    """Any encoder that returns one vector for each example, and a linear classifier."""
+    torch.manual_seed(0)  # the same initial weights in every call
     encoder = nn.Sequential(nn.Linear(FEATURES, 32), nn.ReLU(), nn.Linear(32, 16), nn.ReLU())
     return rg.Net(encoder, nn.Linear(16, len(CLASSES)))
 

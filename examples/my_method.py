@@ -1,4 +1,4 @@
-"""FedAvg with label smoothing: a method of one's own, in one file.
+"""FedAvg with label smoothing: your own method in one file.
 
 Every client trains on softened labels: the true class gets 1 - s + s / C, each other class s / C. The server averages
 as in FedAvg. With s = 0 it is FedAvg, bit for bit.

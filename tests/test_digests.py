@@ -23,9 +23,10 @@ import pytest
 import torch
 
 import redgrape as rg
-from redgrape import methods, nets, testing, tree
+from redgrape import methods, nets, tree
 from redgrape.method import Method
 from redgrape.nets.net import Net
+from redgrape.testing import cases
 from redgrape.training import Training
 from toys import Summing
 
@@ -81,7 +82,7 @@ class Case(NamedTuple):
         return " ".join([self.method, self.preset, *flags])
 
 
-def cases() -> Iterator[Case]:
+def all_cases() -> Iterator[Case]:
     for name in methods.names():
         for preset in methods.load(name).presets:
             if preset != "private":
@@ -126,7 +127,7 @@ def _federation(sizes: list[list[int]]) -> rg.Federation:
 
 def final_digest(case: Case) -> str:
     plain: partial[Net] = partial(nets.build, "mlp", SHAPE, C, 0)
-    build = testing.batchnorm_net if case.stack == 1 and not case.exchange and not case.summed else plain
+    build = cases.batchnorm_net if case.stack == 1 and not case.exchange and not case.summed else plain
     federation = _federation(SIZES if case.stack == 1 else EQUAL)
     per_round = None if case.exchange or case.stack > 1 else 2
     engine = Summing if case.summed else None
@@ -164,14 +165,14 @@ def recorded() -> dict[str, Any]:
 
 
 @pytest.mark.skipif("REDGRAPE_WRITE_DIGESTS" in os.environ, reason="digests are written")
-@pytest.mark.parametrize("case", [*cases()], ids=str)
+@pytest.mark.parametrize("case", [*all_cases()], ids=str)
 def test_the_bits_are_what_they_were(case: Case, recorded: dict[str, Any]) -> None:
     assert final_digest(case) == recorded[str(case)]
 
 
 @pytest.mark.skipif("REDGRAPE_WRITE_DIGESTS" not in os.environ, reason="digests are compared")
 def test_write_digests() -> None:
-    found = {str(case): final_digest(case) for case in cases()}
+    found = {str(case): final_digest(case) for case in all_cases()}
     FILE.write_text(json.dumps({"machine": _here(), "digests": found}, indent=1) + "\n")
 
 
@@ -179,7 +180,7 @@ def test_write_digests() -> None:
 def test_options_move_bits(recorded: dict[str, Any]) -> None:
     """Else a digest would guard nothing. What changes nothing on this data is named."""
     alike: dict[str, list[str]] = {}
-    for case in cases():
+    for case in all_cases():
         alike.setdefault(recorded[str(case)], []).append(str(case))
     assert sorted(names for names in alike.values() if len(names) > 1) == sorted(KNOWN_ALIKE)
 

@@ -637,7 +637,7 @@ def test_a_client_that_takes_every_worker_down_is_left_out(kind: Any, reason: st
 def test_too_few_answers_stop_the_run() -> None:
     half = accident(kind="killed")
     site = ServerSite(LINEAR, 4, C, 0, 0, 1, torch.device("cpu"))
-    says = r"^3 of 4 clients gave an answer that counts in round 1, and 4 are needed; client 1: the process ended"
+    says = r"^3 of 4 clients gave an accepted answer in round 1, and 4 are needed; client 1: the process ended"
     with Pool(half, 2) as pool, pytest.raises(TooFewClients, match=says):
         list(rounds(half.method, pool, site, eligible=range(4), clients_per_round=4, min_answers=4))
 

@@ -1,10 +1,10 @@
-"""What can go wrong, each with its exit code.
+"""The errors, each with its exit code.
 
     RedgrapeError             1
-    ├── ConfigError           2   an option, hyper-parameter or experiment that cannot be
-    ├── Diverged              3   training left the finite numbers
+    ├── ConfigError           2   an invalid option, hyper-parameter or experiment
+    ├── Diverged              3   training produced numbers that are not finite
     ├── TooFewClients         4   fewer clients answered than a round needs
-    ├── DataError            65   data that is missing, damaged or inconsistent
+    ├── DataError            65   missing, damaged or inconsistent data
     ├── StorageError         74   a file that cannot be read or written
     └── BusyError            75   another process holds the run
 
@@ -47,7 +47,7 @@ class BusyError(RedgrapeError):
 
 
 def unknown(kind: str, word: str, options: Iterable[str]) -> ConfigError:
-    """`unknown method 'fedavgg'; did you mean 'fedavg'?`, or the options where nothing is near."""
+    """`unknown method 'fedavgg'; did you mean 'fedavg'?`, or the options if none is close."""
     names = sorted(options)
     near = difflib.get_close_matches(word, names, n=1)
     hint = f"did you mean '{near[0]}'?" if near else f"choose from {', '.join(names)}"
@@ -56,12 +56,12 @@ def unknown(kind: str, word: str, options: Iterable[str]) -> ConfigError:
 
 @contextmanager
 def enough_memory() -> Iterator[None]:
-    """A request for more memory than there is, as one line; torch has no error of its own for it."""
+    """Turn a lack of memory into a one-line error; torch has no error type for it."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and "can't allocate memory" not in str(error):
             raise
         raise ConfigError(
-            "this needs more memory than there is; choose a smaller net, smaller inputs or batches, or fewer --workers"
+            "not enough memory; choose a smaller net, smaller inputs or batches, or fewer --workers"
         ) from error

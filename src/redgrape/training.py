@@ -1,4 +1,4 @@
-"""Federated learning itself: `rounds` is the whole of it. The caller evaluates, logs, checkpoints and stops."""
+"""Federated learning itself, all of it in `rounds`. The caller evaluates, logs, checkpoints and stops."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ PLAIN = Exchange()
 
 
 class ClientStates(Mapping[ClientId, Tree]):
-    """The states of the clients that have one. Each is made when it is looked up, so that it may lie on a disk."""
+    """Client states. Each is loaded when it is looked up, so it may lie on disk."""
 
     @abstractmethod
     def updated(self, new: Mapping[ClientId, Tree]) -> ClientStates:
-        """These states with the new ones in their place."""
+        """These states, with the new ones replacing the old."""
 
 
 class InMemory(ClientStates):
@@ -69,12 +69,12 @@ class InMemory(ClientStates):
 
 @dataclass(frozen=True)
 class RunState:
-    """All that a run is after a round: with it, and the description of the run, the next round is determined."""
+    """The complete state of a run after a round. Together with the run's description it determines the next round."""
 
     round: int
     server: Tree
     clients: ClientStates = field(default_factory=InMemory)
-    record: Mapping[str, Any] = field(default_factory=dict)  # what happened in this round; decides nothing
+    record: Mapping[str, Any] = field(default_factory=dict)  # what happened in this round; nothing depends on it
 
 
 def rounds(
@@ -92,12 +92,12 @@ def rounds(
     declared: Callable[[ClientId], Declared] | None = None,
     min_answers: int = 1,
 ) -> Iterator[RunState]:
-    """The states after round 1, 2, ... `site.rounds`: from `model` (else from `site.build`), or from `start` on.
+    """Yield the states after rounds 1, 2, ... `site.rounds`, from `model` (else from `site.build`) or after `start`.
 
-    `states`: where the clients' states are kept, none as yet (None: in memory). `spill`: a folder for answers that wait
-    for a round to end and are more than memory should hold; a round's updates are gone when the next one begins.
-    `declared`: what a client said of itself when it joined (None: not known), to which its updates are held.
-    `min_answers`: with fewer answers that count, a round is not made and the run stops.
+    `states`: an empty store for the clients' states (None: in memory). `spill`: a folder for waiting answers that are
+    too many for memory; a round's updates are gone when the next round begins. `declared`: what a client declared when
+    it joined (None: unknown); its updates are checked against it. `min_answers`: the run stops at a round with fewer
+    accepted answers.
     """
     state = start if start is not None else first_state(method, engine, site, eligible, model, states, declared)
     with closing(Shelf(spill)) as shelf:
@@ -128,7 +128,7 @@ def rounds(
             yield state
 
 
-# What a round's record has whatever the method; it may add to it by `log`.
+# The keys of a round's record, the same for every method. A method may add more with `log`.
 RECORD = (
     *("round", "clients", "answered", "rejected", "lost", "left_out", "train_loss", "capped_loss"),
     *("class_contributors", "class_released", "bytes_down", "bytes_up", "epsilon", "test", "validation"),
@@ -138,8 +138,8 @@ _ADVICE = "lower the learning rate or clip the gradient"
 
 
 class _Answers:
-    """A round's answers as they come in: which count, which do not, and why. What counts does not depend on the order
-    in which they come."""
+    """A round's answers as they arrive: which are accepted, which are rejected, and why. The order of arrival does not
+    affect which are accepted."""
 
     def __init__(
         self,
@@ -159,15 +159,15 @@ class _Answers:
         self._measures: dict[ClientId, Measures] = {}
         self._sum: SumOfAnswers | None = None
         self._refused: dict[ClientId, UpdateRejected] = {}
-        self._unasked: dict[ClientId, UpdateRejected] = {}  # strangers, and answers to another round's question
+        self._unasked: dict[ClientId, UpdateRejected] = {}  # clients that were not asked, and answers for another round
         self._lost: dict[ClientId, str] = {}
-        self.states: dict[ClientId, Tree] = {}  # a state counts if the client's update does
+        self.states: dict[ClientId, Tree] = {}  # a state is kept if the client's update is accepted
 
     def take(self, client: ClientId | None, answer: Answer | SumOfAnswers | Lost) -> None:
         if isinstance(answer, SumOfAnswers):
             self._sum, self.states = answer, {k: s for k, s in answer.states.items() if s}
             return
-        assert client is not None, "only a sum is of no single client"
+        assert client is not None, "only a sum has no client"
         if isinstance(answer, Lost):
             self._lost[client] = answer.reason
         elif client not in self._asked:
@@ -183,7 +183,7 @@ class _Answers:
                 self._refuse(client, reason)
             else:
                 self._updates[client] = self._shelf.put(answer.update)
-                if answer.state:  # a client without state (most methods) is not remembered
+                if answer.state:  # most methods have no client state; nothing is kept then
                     self.states[client] = self._shelf.put(answer.state)
 
     def _checked(self, client: ClientId, update: Tree) -> Measures:
@@ -197,7 +197,7 @@ class _Answers:
         self._refused[client] = reason
 
     def received(self, fewest: int) -> Received:
-        """What the server half gets once all answers are there. TooFewClients or Diverged if fewer than these count."""
+        """The input of the server half, once all answers are in. TooFewClients or Diverged if too few are accepted."""
         if self._sum is not None:
             return self._received_sum(self._sum, fewest)
         measures = {k: self._measures[k] for k in sorted(self._updates)}
@@ -213,7 +213,7 @@ class _Answers:
             return self._exchange.receive_sum(answer.total, clients, self._parts, self._model, self._site)
         except UpdateRejected as reason:
             words = (
-                f"the sum over the clients of round {answer.round} is not taken: {reason}; nothing of it was applied"
+                f"the sum over the clients of round {answer.round} was rejected: {reason}; nothing of it was applied"
             )
             if isinstance(reason, NotFinite):
                 raise Diverged(f"DIVERGED: {words}; {_ADVICE}") from reason
@@ -234,7 +234,7 @@ class _Answers:
         return dict(sorted((late | self._refused).items()))
 
     def _require(self, number: int, fewest: int) -> None:
-        """Raise if fewer answers than these count: Diverged if the others are not finite, else TooFewClients."""
+        """Raise if fewer than `fewest` answers count: Diverged if the others are not finite, else TooFewClients."""
         if number >= fewest:
             return
         rejected, round = self._rejected(), self._site.round
@@ -246,7 +246,7 @@ class _Answers:
         why = {**self._lost, **rejected}
         first = f"; client {min(why)}: {why[min(why)]}" if why else ""
         raise TooFewClients(
-            f"{number} of {len(self._asked)} clients gave an answer that counts in round {round}, and {fewest} are "
+            f"{number} of {len(self._asked)} clients gave an accepted answer in round {round}, and {fewest} are "
             f"needed{first}"
         )
 
@@ -260,7 +260,7 @@ def first_state(
     states: ClientStates | None = None,
     declared: Callable[[ClientId], Declared] | None = None,
 ) -> RunState:
-    """The state before the first round, for which the clients are surveyed."""
+    """The state before the first round. The clients are surveyed for it."""
     if model is None:
         model = site.build().state_dict()
     model = {name: t.detach().cpu().clone().contiguous() for name, t in model.items()}
@@ -272,15 +272,15 @@ def first_state(
 
 
 def exchanged(method: Method, site: Site) -> tuple[Parts, Tree]:
-    """What crosses between clients and server with this method and the net of the site: the parts of an update, and
-    what an answer to the survey looks like."""
+    """What clients send with this method and the site's net: the parts of an update, and a template of an answer to the
+    survey."""
     with determinism.global_stream(None):
         model = site.build().state_dict()
     return method.parts(model, site), survey_like(method, site)
 
 
 def survey_like(method: Method, site: Site) -> Tree:
-    """What an answer to the method's survey looks like: that of a client without examples. Empty: nothing is asked."""
+    """A template of an answer to the method's survey: that of a client without examples. Empty: nothing is asked."""
     nothing = Examples(torch.zeros(0, 1), torch.zeros(0, dtype=torch.int64))
     place = (site.build, site.num_clients, site.num_classes, site.seed, 0, site.rounds, site.device)
     return method.survey(ClientSite(*place, 0, nothing))
@@ -289,7 +289,7 @@ def survey_like(method: Method, site: Site) -> Tree:
 def _survey(
     like: Tree, engine: Engine, clients: Sequence[ClientId], declared: Callable[[ClientId], Declared] | None
 ) -> Tree:
-    """The sum of what the clients answer to a method's survey. TooFewClients if an answer, or the sum, cannot be."""
+    """The sum of the clients' answers to a method's survey. TooFewClients if an answer or the sum is invalid."""
     total: Tensors | None = None
     for k, answer in engine.survey(clients):
         try:
@@ -298,7 +298,7 @@ def _survey(
         except UpdateRejected as reason:
             name = (_known(declared, k).name if k is not None else "") or f"client {k}"
             raise TooFewClients(
-                f"what {name} answers to the survey before the first round is not taken: {reason}"
+                f"the answer of {name} to the survey before the first round was rejected: {reason}"
             ) from reason
         flat = tree.flatten(answer)
         total = flat if total is None else {name: t + total[name] for name, t in flat.items()}
@@ -306,7 +306,7 @@ def _survey(
     try:
         check_survey(survey, like, sum(_known(declared, k).examples for k in clients), of_sum=True)
     except UpdateRejected as reason:
-        raise TooFewClients(f"the sum of the clients' answers to the survey is not taken: {reason}") from reason
+        raise TooFewClients(f"the sum of the clients' answers to the survey was rejected: {reason}") from reason
     return survey
 
 
@@ -315,7 +315,7 @@ def _known(declared: Callable[[ClientId], Declared] | None, client: ClientId) ->
 
 
 def sample_clients(eligible: Sequence[ClientId], count: int, seed: int, round: int) -> list[ClientId]:
-    """The clients of a round, a function of (seed, round) alone, so that every method meets the same sequence."""
+    """The clients of a round. They depend on (seed, round) only, so every method meets the same sequence."""
     if count >= len(eligible):
         return sorted(eligible)
     chosen = determinism.numpy_stream(seed, "sample", round).choice(len(eligible), size=count, replace=False)
@@ -324,7 +324,7 @@ def sample_clients(eligible: Sequence[ClientId], count: int, seed: int, round: i
 
 @dataclass(frozen=True)
 class Step:
-    """One evaluated round: the state after it, its figures and, apart since they differ from run to run, its times."""
+    """One evaluated round: the state after it, its figures and its times, kept apart since they differ between runs."""
 
     state: RunState
     record: dict[str, Any]
@@ -332,8 +332,8 @@ class Step:
 
 
 class Training:
-    """A method on a federation: opens an engine, and yields evaluated rounds. `engine` makes one of another kind than
-    those of this machine.
+    """A method on a federation. It opens an engine and yields evaluated rounds. `engine` makes another engine than the
+    local ones.
 
     with Training(method, federation, build, rounds=10) as training:
         for step in training.steps():
@@ -365,15 +365,15 @@ class Training:
             raise ConfigError(f"seed is {seed!r}; it must be a whole number")
         if clients_per_round is not None and not 1 <= clients_per_round <= federation.num_clients:
             raise ConfigError(
-                f"clients_per_round is {clients_per_round}; choose 1 to {federation.num_clients}, or none for all"
+                f"clients_per_round is {clients_per_round}; choose 1 to {federation.num_clients}, or None for all"
             )
         asked = clients_per_round or federation.num_clients
         if not 1 <= min_answers <= asked:
-            raise ConfigError(f"min_answers is {min_answers}; choose 1 to {asked}, the clients of a round")
+            raise ConfigError(f"min_answers is {min_answers}; choose 1 to {asked}, the number of clients per round")
         if deadline is not None and not deadline > 0:
-            raise ConfigError(f"deadline is {deadline}; it counts seconds and must be above 0")
+            raise ConfigError(f"deadline is {deadline}; it is in seconds and must be above 0")
         if evaluate_every < 1:
-            raise ConfigError(f"evaluate_every is {evaluate_every}; it counts rounds and must be at least 1")
+            raise ConfigError(f"evaluate_every is {evaluate_every}; it is a number of rounds and must be at least 1")
         if workers < 1:
             raise ConfigError(
                 f"workers is {workers}; there must be at least 1 (this machine has {os.cpu_count()} cores)"
@@ -383,20 +383,18 @@ class Training:
             raise ConfigError(
                 f"method is {method!r}; pass a method with its hyper-parameters, such as RedGrape(lr=0.05)"
             )
-        with determinism.global_stream(
-            None
-        ):  # so that the net that training starts from is the first that `build` draws
+        with determinism.global_stream(None):  # so that training starts from the first net that `build` draws
             net = build()
             check_net(net, federation)
             check_fresh(net, build())
         if stack < 1:
-            raise ConfigError(f"stack is {stack}; it counts clients that are trained as one and must be at least 1")
+            raise ConfigError(f"stack is {stack}; it is the number of clients trained as one and must be at least 1")
         if stack > 1:
             from redgrape.engines import stacked
 
             stacked.check(method, net)
         if method.batch_size == 1 and batchnorms(net) and not method.freeze_encoder:
-            raise ConfigError("batch_size is 1, and BatchNorm has no statistics of a single example; choose at least 2")
+            raise ConfigError("batch_size is 1, but BatchNorm needs more than one example; choose at least 2")
         self.federation = federation
         self.method = method
         self.build = build
@@ -413,7 +411,7 @@ class Training:
             rounds,
             place,
             federation.auxiliary,
-            secret=secret or secrets.token_bytes(32),  # of differential privacy's noise
+            secret=secret or secrets.token_bytes(32),  # for differential privacy's noise
         )
         self.exchange = exchange
         self.parts, survey = exchanged(method, self.site)
@@ -430,9 +428,9 @@ class Training:
         spill: Path | None = None,
         account: Callable[[RunState], Mapping[str, Any]] | None = None,
     ) -> Iterator[Step]:
-        """The rounds after `start`, or all of them from these initial weights (None: those that `build` gives).
-        `states` and `spill` as for `rounds`. `account` is called with each state before anything of it leaves the
-        server, for evaluation say, and what it gives is part of the round's record."""
+        """Yield the rounds after `start`, or all rounds from the weights `model` (None: those from `build`). `states`
+        and `spill` are those of `rounds`. `account` is called with each state before any of it leaves the server, for
+        example for evaluation. Its result becomes part of the round's record."""
         before = time.perf_counter()
         for state in rounds(
             self.method,
@@ -460,7 +458,7 @@ class Training:
             before = time.perf_counter()
 
     def _is_evaluated(self, round: int) -> bool:
-        """Every evaluate_every rounds, and each of the last ten, whose mean is what a run reports."""
+        """True every evaluate_every rounds, and in each of the last ten, over which a run reports the mean."""
         return round % self.evaluate_every == 0 or round > self.site.rounds - 10
 
     def net(self, model: Tensors) -> Net:
@@ -478,10 +476,10 @@ class Training:
 
 
 class History(list[dict[str, Any]]):
-    """One record a round, in order."""
+    """One record per round, in order."""
 
     def column(self, name: str) -> list[Any]:
-        """A figure of every round by its joined name, such as `test.accuracy`; None where a round has none."""
+        """A figure of every round by its joined name, such as `test.accuracy`; None if a round lacks it."""
 
         def found(record: Any, parts: Sequence[str]) -> Any:
             for part in parts:
@@ -491,11 +489,11 @@ class History(list[dict[str, Any]]):
         return [found(record, name.split(".")) for record in self]
 
     def to_pandas(self) -> Any:
-        """A DataFrame with a row for each round and a column for each single figure; needs pandas."""
+        """A DataFrame with a row per round and a column per figure; needs pandas."""
         try:
             from pandas import DataFrame
         except ImportError as error:
-            raise ConfigError("a history as a DataFrame needs pandas; pip install pandas") from error
+            raise ConfigError("to_pandas needs pandas, which is not installed; pip install pandas") from error
         names = dict.fromkeys(name for record in self for name in _figures(record))
         return DataFrame({name: self.column(name) for name in names})
 
@@ -510,7 +508,7 @@ def _figures(record: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Result:
-    """server: the final state, named tensors; net: the inference model (P and W); history: one record a round."""
+    """server: the final state, named tensors; net: the inference model (P and W); history: one record per round."""
 
     server: Tree
     net: Net
@@ -533,13 +531,13 @@ def train(
     deadline: float | None = None,
     exchange: Exchange = PLAIN,
 ) -> Result:
-    """Train a method on a federation from the weights that `build` gives, and evaluate as it goes.
+    """Train a method on a federation, from the weights that `build` gives, with evaluations on the way.
 
-    `build` returns a fresh Net at every call. With one worker it may be any callable; with more it must be importable,
-    because it is sent to other processes. `min_answers`: the run stops where fewer answers count in a round.
-    `deadline`: seconds after which a worker that has not answered is taken for hung; with one worker there is none.
-    `stack`: train so many clients of equal size as one, where the method and the
-    net allow it; fast for small nets, with results that agree to rounding instead of in bits.
+    `build` returns a fresh Net at every call. With one worker it may be any callable. With more it must be importable,
+    because it is sent to other processes. `min_answers`: the run stops if a round has fewer accepted answers.
+    `deadline`: seconds after which a worker that has not answered counts as hung; ignored with one worker.
+    `stack`: train this many clients of equal size as one, if the method and the net allow it. This is fast for small
+    nets; results agree to rounding, not bit for bit.
     """
     history = History()
     with Training(
@@ -563,7 +561,7 @@ def train(
 
 
 def check_net(net: object, federation: FederatedData) -> None:
-    """Raise ConfigError where `build` does not give an encoder with a linear classifier that fits the data."""
+    """Raise ConfigError if `build` does not give an encoder with a linear classifier that fits the data."""
     if not isinstance(net, Net) or not isinstance(net.classifier, nn.Linear):
         raise ConfigError(
             f"build() returned a {type(net).__name__}; it must return redgrape.Net(encoder, nn.Linear(...))"
@@ -576,7 +574,7 @@ def check_net(net: object, federation: FederatedData) -> None:
         raise ConfigError("the net's classifier is frozen (requires_grad is False); every method trains it")
     for name, examples in (("test", federation.test), ("validation", federation.validation)):
         if examples is not None and not len(examples) and not federation.evaluated_elsewhere:
-            raise DataError(f"the {name} set is empty; it needs examples to judge a model by")
+            raise DataError(f"the {name} set is empty; evaluation needs examples")
     try:
         with torch.no_grad():
             z: Tensor = net.eval()(federation.sample(net.classifier.weight.dtype))
@@ -584,13 +582,11 @@ def check_net(net: object, federation: FederatedData) -> None:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise ConfigError(f"the net does not take inputs of shape {federation.input_shape}: {reason}") from error
     if z.shape != (2, federation.num_classes):
-        raise ConfigError(
-            f"the net gives outputs of shape {tuple(z.shape[1:])}; it must give one number for each class"
-        )
+        raise ConfigError(f"the net's outputs have shape {tuple(z.shape[1:])}; it must give one number for each class")
 
 
 def check_fresh(net: Net, other: Net) -> None:
-    """Raise ConfigError where two nets of `build` share memory: training one would change the other."""
+    """Raise ConfigError if two nets of `build` share memory: training one would change the other."""
     places = {t.data_ptr() for t in net.state_dict().values() if t.numel()}
     if any(t.data_ptr() in places for t in other.state_dict().values() if t.numel()):
         raise ConfigError("build() returned the same net twice; it must make a new one at every call")

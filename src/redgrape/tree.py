@@ -1,8 +1,7 @@
 """Arithmetic on named tensors.
 
-`Tensors` is one named group, such as a model's parameters. A `Tree` is groups of groups, and the only thing that
-crosses a wall between server, engine and client: its leaves are tensors, never Python numbers, so that every engine
-computes the same bits.
+`Tensors` is one named group, such as a model's parameters. A `Tree` nests groups. Nothing else passes between server,
+engine and client. Its leaves are tensors, never Python numbers, so that every engine computes the same bits.
 """
 
 from __future__ import annotations
@@ -16,11 +15,11 @@ import torch
 from torch import Tensor, nn
 
 Tensors: TypeAlias = dict[str, Tensor]
-Tree: TypeAlias = Mapping[str, Any]  # str -> Tensor | Tree; check_leaves() holds it to that
+Tree: TypeAlias = Mapping[str, Any]  # str -> Tensor | Tree; check_leaves() enforces this
 
 
 def add(a: Tensors, b: Tensors, scale: float = 1.0) -> Tensors:
-    """a + scale * b, name by name; names that only `a` has are kept as they are."""
+    """a + scale * b, name by name. Names only in `a` are kept unchanged."""
     return {name: torch.add(t, b[name], alpha=scale) if name in b else t for name, t in a.items()}
 
 
@@ -29,7 +28,7 @@ def sub(a: Tensors, b: Tensors) -> Tensors:
 
 
 def parameters(module: nn.Module) -> Tensors:
-    """A module's parameters in memory, without their graph."""
+    """A module's parameters in main memory, detached from the graph."""
     return {name: p.detach().cpu() for name, p in module.named_parameters()}
 
 
@@ -46,7 +45,7 @@ def weighted_mean(groups: Sequence[Tensors], weights: Sequence[float]) -> Tensor
 
 
 def norm(tensors: Iterable[Tensor]) -> Tensor:
-    """The Frobenius norm of all of them together."""
+    """The Frobenius norm of all tensors together."""
     total: Tensor = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(t) for t in tensors]))
     return total
 
@@ -77,13 +76,13 @@ def unflatten(flat: Mapping[str, Tensor]) -> dict[str, Any]:
 
 
 def ordered(tree: Tree) -> dict[str, Any]:
-    """The same tree with its names in a fixed order and without empty groups, as every engine and a resume give it."""
+    """The tree with its names in a fixed order and without empty groups, as every engine and a resumed run give it."""
     return unflatten(flatten(tree))
 
 
 def owned(tree: Tree) -> dict[str, Any]:
-    """The same, `ordered`, in memory of its own: an update may lie in memory that the next round overwrites."""
-    # A tensor on a buffer, such as shared memory, is the only kind whose storage cannot be resized.
+    """The tree, `ordered`, in its own memory: an update may lie in memory that the next round overwrites."""
+    # Only a tensor on a buffer, such as shared memory, has a storage that cannot be resized.
     return unflatten({n: t if t.untyped_storage().resizable() else t.clone() for n, t in flatten(tree).items()})
 
 
@@ -102,12 +101,12 @@ def to_bytes(tree: Tree) -> bytes:
 
 
 def from_bytes(data: bytes) -> dict[str, Any]:
-    # Cloned, because a kernel's last bits depend on its input's alignment and a tensor inside a buffer has any.
+    # Cloned, because a kernel's last bits depend on its input's alignment, which is arbitrary inside a buffer.
     return unflatten({name: t.clone() for name, t in sorted(safetensors.torch.load(data).items())})
 
 
 def check_leaves(tree: Tree, where: str) -> None:
-    """Raise TypeError at the first leaf that is no tensor, or name that cannot be joined by `/`."""
+    """Raise TypeError at the first leaf that is not a tensor, or name that cannot be joined by `/`."""
     for name, value in tree.items():
         if not isinstance(name, str) or not name or "/" in name:
             raise TypeError(f"{where}: {name!r} is not a name without '/'")

@@ -1,4 +1,4 @@
-"""What pydantic says of a bad value, as one line: the key, the value, and what is allowed."""
+"""Turns pydantic's report of a bad value into one line: the key, the value, and what is allowed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pydantic import BaseModel, ValidationError
 from redgrape.errors import ConfigError
 
 LONGEST = 300  # characters of a message
-LARGEST = 1e9  # of a hyper-parameter: the product of four is still a float32
+LARGEST = 1e9  # largest hyper-parameter: the product of four still fits a float32
 
 _BOUNDS = {
     "greater_than": ("gt", "above"),
@@ -21,7 +21,7 @@ _BOUNDS = {
 
 
 def one_line(error: ValidationError, model: type[BaseModel], prefix: str = "") -> ConfigError:
-    """The first thing wrong, and how many more there are."""
+    """The first problem, and the number of others."""
     problems = error.errors(include_url=False)
     first = problems[0]
     path = [str(part) for part in first["loc"]]
@@ -32,7 +32,7 @@ def one_line(error: ValidationError, model: type[BaseModel], prefix: str = "") -
 
 
 def short(text: str, longest: int = LONGEST) -> str:
-    """The text on one line and not longer than this."""
+    """The text on one line, cut to this length."""
     return _cut(" ".join(text.split()), longest)
 
 
@@ -41,7 +41,7 @@ def _cut(text: str, longest: int) -> str:
 
 
 def _public(path: list[str]) -> list[str]:
-    """Without the names that pydantic adds for the members of a union or for a validator."""
+    """The path without the names that pydantic adds for union members and validators."""
     return [part for part in path if not part.startswith("function-") and part not in {"int", "float", "str", "none"}]
 
 
@@ -63,7 +63,7 @@ def _sentence(problem: Any, key: str, model: type[BaseModel], path: list[str]) -
 
 
 def _near(path: list[str], model: type[BaseModel]) -> str:
-    """The nearest spelling among the keys that stand where the unknown one stood."""
+    """A hint: the closest spelling among the keys allowed in this place, or all of them."""
     here: Any = model
     for part in path[:-1]:
         field = here.model_fields.get(part) if isinstance(here, type) and issubclass(here, BaseModel) else None
@@ -81,4 +81,4 @@ def _shown(value: Any) -> str:
     except RecursionError:
         return "nested too deeply"
     except ValueError:
-        return "a number of too many digits"
+        return "a number with too many digits"

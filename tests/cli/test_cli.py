@@ -241,7 +241,7 @@ def test_resume_passes_over_what_is_damaged_and_says_so(
     outcome = good(command("resume", copied, "--workers", 1))
     assert "note: " in outcome.err
     assert "is damaged" in outcome.err
-    assert "going on from round 1" in outcome.err
+    assert "continuing from round 1" in outcome.err
     assert written(copied) == written(finished)
 
 
@@ -301,7 +301,7 @@ def test_compare(command: Command, toml: Path, tmp_path: Path) -> None:
     everything = tree_of(tmp_path)
     refused = command(*compared(toml, "--rounds", 3))
     assert refused.code == 2
-    assert "holds another experiment; put back what was, name another folder with --out" in refused.err
+    assert "holds another experiment; restore the original, choose another folder with --out" in refused.err
     new_and_other = ["compare", "fedavg:lr=9.0", "fedavg", "--seeds", "0", "--experiment", toml, "--lr", "0.3"]
     assert command(*new_and_other, "--out", "cmp", "--workers", 1).code == 2
     assert tree_of(tmp_path) == everything  # all are checked before one is trained
@@ -371,7 +371,7 @@ def test_show(command: Command, finished: Path, copied: Path) -> None:
     assert f"{100 * summary_of(finished)['mean_of_last']['tail']:.1f}" in text
     assert json.loads((finished / "environment.json").read_bytes())["split"] in text
     (copied / "summary.json").unlink()
-    assert f"`redgrape resume {copied}` continues it" in good(command("show", copied)).out
+    assert f"continue it with `redgrape resume {copied}`" in good(command("show", copied)).out
 
 
 def test_show_gives_json_of_an_infinite_threshold(command: Command, toml: Path) -> None:
@@ -401,9 +401,7 @@ def test_a_damaged_run_is_said_to_be(command: Command, copied: Path, name: str, 
         outcome = command(*arguments)
         assert outcome.code == code, outcome
         assert len(outcome.err.splitlines()) == 1
-        assert (
-            "copied' cannot be read as a run" in outcome.err or "is damaged: it is not that of the run" in outcome.err
-        )
+        assert "copied' cannot be read as a run" in outcome.err or "is damaged: it does not match the" in outcome.err
 
 
 def test_methods(command: Command, remembering: Path) -> None:
@@ -454,7 +452,7 @@ def test_data_show(command: Command, toml: Path, finished: Path, tmp_path: Path)
     assert not list(tmp_path.iterdir())
     text = good(command("data", "show", toml, "--out", "who.png")).out
     assert environment["split"][:16] in text
-    assert "who holds what: who.png" in text
+    assert "examples of each client: who.png" in text
     assert (tmp_path / "who.png").read_bytes().startswith(PNG)
 
 
@@ -543,8 +541,8 @@ BAD = [
     ("run -c method.lr=inf", 2, "method.lr is inf"),
     ("run --workers 0", 2, "'0' is not a whole number of at least 1"),
     ("run --workers two", 2, "'two' is not a whole number of at least 1"),
-    ("run --clients-per-round 30", 2, "clients_per_round is 30, and there are only 10 data.clients"),
-    ("run deep.toml", 2, "a key of more than 100 parts"),
+    ("run --clients-per-round 30", 2, "clients_per_round is 30, but data.clients is only 10"),
+    ("run deep.toml", 2, "a key has more than 100 parts"),
     ("run -c " + "a." * 20000 + "a=1", 2, "has 20001 parts; a key has at most 100"),
     ("run missing.toml", 2, "cannot read the experiment 'missing.toml'"),
     ("run PIPE", 2, "is a pipe or a device; name an ordinary file"),
@@ -552,10 +550,10 @@ BAD = [
     ("run TOML -c net.weights=PIPE", 65, "is a pipe or a device"),
     ("run --method PIPE.py", 2, "no method file at"),
     ("run TOML --data float64.npz", 65, "x has 1e+39 in row 4, which no float32 can hold"),
-    ("run TOML --data no_columns.npz", 65, "an example of no numbers tells nothing"),
+    ("run TOML --data no_columns.npz", 65, "an example must hold at least one number"),
     ("run TOML --data twice.npz", 65, "two classes are named 'a'"),
     ("run TOML --data nameless.npz", 65, "class 1 has an empty name"),
-    ("run TOML --data untrained.npz", 65, "class '2' has test examples and no training example"),
+    ("run TOML --data untrained.npz", 65, "class '2' has test examples but no training example"),
     ("run --data pictures -c data.image_size=" + "1" + "0" * 30, 2, "data.image_size is 1000"),
     ("run --data pictures -c data.image_size=1000000", 2, "it must be at most 4096"),
     ("run -c method.server_lr=1e308", 2, "method.server_lr is 1e+308; it must be at most 1000000000.0"),
@@ -570,8 +568,8 @@ BAD = [
     ("run TOML --workers 1 --device nonsense", 2, "device 'nonsense' cannot be used here"),
     ("run TOML --workers 1 --net cnn", 2, "net 'cnn' needs images"),
     ("run TOML --workers 1 -c data.flip=true", 2, "are for images"),
-    ("run TOML --out RUN", 2, "exists already"),
-    ("run TOML --out note.txt", 2, "exists already"),
+    ("run TOML --out RUN", 2, "already exists"),
+    ("run TOML --out note.txt", 2, "already exists"),
     ("compare nonsense", 2, "unknown method 'nonsense'"),
     ("compare fedavg fedavg", 2, "name every method once"),
     ("compare fedavg:lam=1", 2, "unknown key 'method.lam'"),
@@ -580,8 +578,8 @@ BAD = [
     ("compare fedavg --experiment TOML --net cnn --workers 1", 2, "net 'cnn' needs images"),
     ("resume RUN --rounds 1", 2, "choose more"),
     ("methods --classes -3", 2, "'-3' is not a whole number of at least 1"),
-    ("methods --classes 999999999", 2, "too many numbers to try"),
-    ("methods --shape 1,99999,99999", 2, "too many numbers to try"),
+    ("methods --classes 999999999", 2, "too large to try"),
+    ("methods --shape 1,99999,99999", 2, "too large to try"),
     ("methods --shape 1,2000,2000", 2, "net 'cnn' would have 8,192,057,738 weights"),
     ("methods nope", 2, "unknown method 'nope'"),
     ("data", 2, "required: COMMAND"),
@@ -649,7 +647,7 @@ def test_an_interruption_in_this_process(command: Command, toml: Path, monkeypat
     monkeypatch.setattr(training, "carry_out", interrupted)
     outcome = command("run", toml)
     assert outcome.code == 130
-    assert outcome.err.startswith("redgrape: interrupted; `redgrape resume RUN` goes on")
+    assert outcome.err.startswith("redgrape: interrupted; run `redgrape resume RUN` to continue")
     assert len(outcome.err.splitlines()) == 1
 
 
@@ -741,7 +739,7 @@ def test_what_was_interrupted_among_several_runs_goes_on_by_the_same_command(
         monkeypatch.setattr(module, "described" if words[0] != "reproduce" else "cores", interrupted)
     outcome = command(*words)
     assert outcome.code == 130
-    assert outcome.err.startswith("redgrape: interrupted; the same command goes on from the last finished round")
+    assert outcome.err.startswith("redgrape: interrupted; run the same command to continue from the last")
 
 
 def test_compare_takes_one_seed_or_several(command: Command, toml: Path, tmp_path: Path) -> None:
@@ -773,7 +771,7 @@ def test_control_c_with_workers(command: Command, six_rounds: tuple[Path, Path],
     assert process.returncode == 130
     assert out == ""
     assert "Traceback" not in err
-    assert err.splitlines()[-1].startswith("redgrape: interrupted; `redgrape resume RUN` goes on")
+    assert err.splitlines()[-1].startswith("redgrape: interrupted; run `redgrape resume RUN` to continue")
     check_gone(children)
     good(command("resume", run, "--workers", 1))
     assert written(run) == written(straight)
@@ -814,7 +812,7 @@ def test_a_real_call_with_bad_input(tmp_path: Path) -> None:
     done = redgrape_process("ls", "nowhere", cwd=tmp_path)
     assert (done.returncode, done.stdout) == (74, "")
     assert done.stderr.splitlines() == [
-        "redgrape: there is no folder 'nowhere'; `redgrape run` makes runs, or name another folder"
+        "redgrape: there is no folder 'nowhere'; create a run with `redgrape run`, or choose another folder"
     ]
 
 

@@ -368,7 +368,7 @@ def test_links_in_a_run_folder_lead_nowhere(
     path.symlink_to(outside / "nothing" if dangling else outside if "." not in path.name else outside / "precious")
     for arguments in (["resume", copied], ["resume", copied, "--rounds", 4]):
         line = refused(command(*arguments, "--workers", 1), 74)
-        assert "is a link or no ordinary file" in line
+        assert "is a link or a special file" in line
     refused(command("export", copied, tmp_path / "out"), 74)
     assert {p.name: p.read_text() for p in outside.iterdir()} == {"precious": "precious"}
 

@@ -137,7 +137,7 @@ def test_what_init_writes_can_run(
     sites = ",".join("abcde"[:number])
     words = ["--sites", sites, "--host", "localhost", "--min-clients", str(floor), "--classes", "10", "--shape", "4"]
     assert cli.run(["deploy", "init", str(tmp_path / "d"), *words]) == 0
-    assert ("note: a class is released where" in capsys.readouterr().out) == (number < 5)
+    assert ("note: a class is released only if" in capsys.readouterr().out) == (number < 5)
     deployment = Deployment(tmp_path / "d")
     experiment = Experiment.parse(read_toml(deployment.path / "experiment.toml"))
     assert experiment.min_answers == fewest
@@ -535,9 +535,9 @@ def test_evaluations_at_the_sites_keep_to_the_floor(tmp_path: Path, federated: F
     assert cli.run(["report", str(folder.path), "--out", str(tmp_path / "report")]) == 0
     assert cli.run(["export", str(folder.path), str(tmp_path / "model")]) == 0
     card = (tmp_path / "model/README.md").read_text()
-    assert "| cedar | – | – | 0 | – | – |" in card and "of which no client held" not in card
-    assert "test sets of the sites" in card and "classes of which it had at least 8 training examples" in card
-    assert "There are no head and tail" in card
+    assert "| cedar | – | – | 0 | – | – |" in card and "No client held any of its examples" not in card
+    assert "test sets of the sites" in card and "classes with at least 8 training examples" in card
+    assert "There is no head or tail" in card
 
 
 @pytest.mark.parametrize("tail", [(), ("beech",)])
@@ -550,8 +550,8 @@ def test_the_card_says_what_is_known_of_test_set_and_tail(
     folder, _ = _run(deployment, FakeGrid(deployment, sites), "a", rounds=1, method={"name": "fedavg"})
     assert cli.run(["export", str(folder.path), str(tmp_path / "model")]) == 0
     card = (tmp_path / "model/README.md").read_text()
-    assert "Accuracy on a test set of the server's own." in card
-    assert ("The tail are the classes that were named so" in card) == bool(tail)
+    assert "Accuracy on a test set of the server." in card
+    assert ("The tail consists of the classes named as such" in card) == bool(tail)
     assert "with the most and the fewest training examples" not in card
 
 

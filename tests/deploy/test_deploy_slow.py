@@ -204,7 +204,7 @@ def test_a_killed_server_goes_on_to_the_same_bits(
 LIES = {
     "nan": "not finite",
     "shape": "it must be",
-    "huge": "has the length",
+    "huge": "has length",
     "turned": "no gradient of a cross-entropy",
     "turned weights": "no gradient of a cross-entropy",
     "count": "'count' is",

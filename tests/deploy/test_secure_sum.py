@@ -458,7 +458,7 @@ class Liar(Site):
 
 
 LIES: dict[str, tuple[Callable[[dict[str, Any]], dict[str, Any]], str]] = {
-    "huge": (lambda s: {**s, "delta": {n: t + 1e7 for n, t in s["delta"].items()}}, "has the length"),
+    "huge": (lambda s: {**s, "delta": {n: t + 1e7 for n, t in s["delta"].items()}}, "has length"),
     "count": (lambda s: {**s, "count": s["count"] - 1000}, "in all; 3 clients have at least one example each"),
     "classes": (
         lambda s: {**s, "prototypes": {**s["prototypes"], "clients": s["prototypes"]["clients"] + 2}},
@@ -477,7 +477,7 @@ def test_a_sum_that_cannot_be_stops_the_run_with_its_state_intact(
     liar = Liar(SiteFolder(deployment.site("west")), federated.data("west"))
     liar.lie = lie
     method = {"name": "redgrape", "batch_size": 8}
-    with pytest.raises((Diverged, TooFewClients), match=f"sum over the clients of round 2 is not taken: .*{words}"):
+    with pytest.raises((Diverged, TooFewClients), match=f"sum over the clients of round 2 was rejected: .*{words}"):
         _run(deployment, FakeGrid(deployment, [*sites[:2], liar]), "a", method=method)
     folder = RunFolder.open(deployment.path / "runs/a")
     assert folder.newest_round() == 1
@@ -493,7 +493,7 @@ def test_a_sum_of_surveys_that_cannot_be_stops_the_run(tmp_path: Path, federated
 
     deployment, sites = _deployed(tmp_path, federated)
     liar = Surveyed(SiteFolder(deployment.site("west")), federated.data("west"))
-    with pytest.raises(TooFewClients, match="the sum of the clients' answers to the survey is not taken"):
+    with pytest.raises(TooFewClients, match="the sum of the clients' answers to the survey was rejected"):
         _run(deployment, FakeGrid(deployment, [*sites[:2], liar]), "a", method={"name": "balanced_softmax"})
 
 

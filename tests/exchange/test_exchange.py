@@ -31,6 +31,7 @@ from redgrape.exchange.checks import LONGEST, TooLong
 from redgrape.learning.features import features
 from redgrape.methods.fedavg import FedAvg
 from redgrape.privacy.disclosure import told_by
+from redgrape.testing import engines as testing_engines
 from redgrape.training import PLAIN, RunState, Training, exchanged
 from redgrape.tree import Tree
 
@@ -157,7 +158,7 @@ def test_noise_moves_the_table() -> None:
 
 @pytest.mark.parametrize("settings", [{}, {"min_count": 3, "min_clients": 2}, {"clip": 0.1, "class_clip": 0.5}])
 def test_a_secure_sum_is_the_plain_mean(settings: dict[str, Any]) -> None:
-    plain, summed = after(**settings), after(testing._Summing, **settings)
+    plain, summed = after(**settings), after(testing_engines.Summing, **settings)
     for name, t in tree.flatten(plain.server).items():
         torch.testing.assert_close(tree.flatten(summed.server)[name], t, rtol=0, atol=1e-9)
     assert summed.record["class_released"] == plain.record["class_released"]
@@ -210,7 +211,7 @@ def rows(classes: Sequence[int], values: Sequence[Sequence[float]], **counts: Se
 
 
 def sum_of(exchange: Exchange, updates: Sequence[Tree], parts: Parts, classes: int = 3) -> Tree:
-    return testing._sum([exchange.summand(update, parts, classes) for update in updates])
+    return testing_engines.summed([exchange.summand(update, parts, classes) for update in updates])
 
 
 def both(updates: Sequence[Tree], parts: Parts, **settings: Any) -> tuple[Received, Received]:
@@ -370,7 +371,7 @@ def test_a_sum_is_held_to_the_length_of_one_update() -> None:
     """Three updates that are taken one by one are taken as a sum; three that are not, are not."""
     parts: Parts = {"tally": Sum(vector(0))}
     both([{"tally": vector(0.9 * LONGEST)}] * 3, parts)
-    with pytest.raises(TooLong, match="'tally' has the length"):
+    with pytest.raises(TooLong, match="'tally' has length"):
         both([{"tally": vector(1.1 * LONGEST)}] * 3, parts)
 
 
@@ -463,8 +464,8 @@ def test_methods_that_need_single_updates_say_why(name: str, options: dict[str, 
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        ({"noise": 1.0}, "noise is 1, and updates have any length; set clip as well"),
-        ({"class_noise": 1.0}, "class_noise is 1, and class rows have any length; set class_clip as well"),
+        ({"noise": 1.0}, "noise is 1, but updates are not bounded; set clip as well"),
+        ({"class_noise": 1.0}, "class_noise is 1, but class rows are not bounded; set class_clip as well"),
         ({"clip": 1.0, "rule": "median"}, "rule is median, and clip bounds a mean"),
         ({"class_clip": 1.0, "rule": "krum"}, "rule is krum, and class_clip bounds a mean"),
         ({"min_clients": 0}, "exchange.min_clients is 0"),

@@ -501,7 +501,7 @@ def test_files_that_cannot_be_predicted(vector_run: SimpleNamespace, model: Mode
         ("other.npz", model, "no array `x`; it has z"),
         ("size.npz", model, r"shape \[2, 1, 9, 9\]; the model takes"),
         ("empty", model, "holds no images"),
-        ("missing.png", model, "nothing is at"),
+        ("missing.png", model, "does not exist"),
         ("a.png", vectors, r"the model takes floats of shape \[n, 5\], not images"),
     ):
         with pytest.raises(DataError, match=message) as caught:
@@ -530,7 +530,7 @@ def test_labelled_folders_are_numbered_as_the_model_numbers(named_model: Model, 
         assert (examples.x[:, 0].numpy() == x[[0, 1, 0]]).all()
         assert evaluate_model(named_model, examples)["per_class"][2]["recall"] is None
     (tmp_path / "flat" / "dog").mkdir()
-    with pytest.raises(DataError, match="class 'dog' that the model does not know; it knows zebra, ape, cat"):
+    with pytest.raises(DataError, match="class 'dog' that the model does not know; its classes are zebra, ape, cat"):
         read_labelled(tmp_path / "flat", named_model)
     (tmp_path / "none").mkdir()
     with pytest.raises(DataError, match="no sub-folders"):

@@ -190,7 +190,7 @@ def test_an_answer_to_the_survey_that_cannot_be_stops_the_run(method: Any, lie: 
         made.lie = lie
         return made
 
-    with pytest.raises(TooFewClients, match=f"what client 1 answers to the survey .* is not taken: .*{words}"):
+    with pytest.raises(TooFewClients, match=f"the answer of client 1 to the survey .* was rejected: .*{words}"):
         run(method(epochs=1), data, engine=engine)
 
 
@@ -209,7 +209,7 @@ def test_a_sum_of_surveys_that_cannot_be_stops_the_run(answer: Tensor, words: st
         def survey(self, clients: Any) -> Any:
             yield None, {"class_counts": answer}
 
-    with pytest.raises(TooFewClients, match=f"the sum of the clients' answers to the survey is not taken: .*{words}"):
+    with pytest.raises(TooFewClients, match=f"the sum of the clients' answers to the survey was rejected: .*{words}"):
         run(BalancedSoftmax(epochs=1), federation([4, 2, 0, 0], [1, 3, 0, 0]), engine=Summed)
 
 

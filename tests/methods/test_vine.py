@@ -17,6 +17,7 @@ from redgrape.engines import ClientHalf
 from redgrape.errors import ConfigError
 from redgrape.methods.redgrape import RedGrape
 from redgrape.methods.vine import Vine
+from redgrape.testing import engines as testing_engines
 from redgrape.training import Training, exchanged
 
 C, D = 4, 6
@@ -77,13 +78,18 @@ def test_prototypes_by_counts_are_weights_by_counts() -> None:
 @pytest.mark.parametrize("summed", [False, True])
 def test_G_is_the_sum_of_all_clients_latest_gradients(summed: bool) -> None:
     """Whoever was sampled: recomputed from scratch, at the model that each client last received."""
-    from redgrape import testing
 
     method = Vine(**SMALL)
     models: dict[int, Any] = {}
     half = ClientHalf(method, federation(), net, 4, 8, torch.device("cpu"))
     with Training(
-        method, federation(), net, rounds=8, clients_per_round=2, seed=4, engine=testing._Summing if summed else None
+        method,
+        federation(),
+        net,
+        rounds=8,
+        clients_per_round=2,
+        seed=4,
+        engine=testing_engines.Summing if summed else None,
     ) as training:
         weights: Tensor | None = None
         received: Any = {name: t.clone() for name, t in net().state_dict().items()}

@@ -10,6 +10,7 @@ import stat
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,7 +22,7 @@ from torch import Tensor
 
 import redgrape as rg
 import toys
-from redgrape import methods, nets, testing, tree
+from redgrape import methods, nets, tree
 from redgrape.cli import main as cli
 from redgrape.determinism import same_bits_everywhere
 from redgrape.engines import ClientHalf
@@ -43,6 +44,8 @@ from redgrape.reading.run_tables import RunView
 from redgrape.runs.experiment import Experiment
 from redgrape.runs.folder import RunFolder
 from redgrape.runs.run import Run
+from redgrape.testing import cases, clauses
+from redgrape.testing import engines as testing_engines
 from redgrape.training import PLAIN, RunState, exchanged
 
 
@@ -370,14 +373,13 @@ def test_a_missing_accountant_is_one_line(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_noise_keeps_the_contract() -> None:
     """A second run, and one resumed after any round, have the same bits; any clients may be missing."""
-    case = testing._named_net("mlp")
-    run = partial(testing._run, testing._small(RedGrape()), case, exchange=NOISY)
+    run = partial(cases.run, cases.small(RedGrape()), replace(cases.named_net("mlp"), exchange=NOISY))
     straight = run()
-    testing._must_equal(straight, run(), "a second run")
+    clauses.must_equal(straight, run(), "a second run")
     for state in straight[:-1]:
         stored = RunState(state.round, tree.from_bytes(tree.to_bytes(state.server)), state.clients)
-        testing._must_equal(straight[state.round :], run(start=stored), f"the run resumed after round {state.round}")
-    testing._check_finite(run(partial(testing._Dropping, keep=[1])), "one answer a round")
+        clauses.must_equal(straight[state.round :], run(start=stored), f"the run resumed after round {state.round}")
+    clauses.check_finite(run(partial(testing_engines.Dropping, keep=[1])), "one answer a round")
 
 
 # Epsilon
@@ -453,7 +455,7 @@ def test_in_a_secure_sum_a_lying_site_is_not_bounded() -> None:
     added = [exchange.summand(honest, parts, C), exchange.summand(long, parts, C)]
     lie = [added[0], PLAIN.summand(long, parts, C)]
     summed, lied = (
-        exchange.receive_sum(testing._sum(s), [0, 1], parts, {"w": torch.ones(2)}, site).mean("delta")["w"]
+        exchange.receive_sum(testing_engines.summed(s), [0, 1], parts, {"w": torch.ones(2)}, site).mean("delta")["w"]
         for s in (added, lie)
     )
     assert plain.tolist() == summed.tolist() == pytest.approx([0.3, 0.4]) and lied.tolist() == [15, 20]

@@ -382,7 +382,7 @@ def test_a_damaged_run_hides_no_other(
     assert capsys.readouterr().err.count("fedavg-seed0' is left out") == 1
     assert cli.run(["report", str(copied / "fedavg-seed0"), "--out", str(tmp_path / "none.html")]) == 74
     assert not (tmp_path / "none.html").exists()
-    assert capsys.readouterr().err.startswith("redgrape: there is no run that can be read: ")
+    assert capsys.readouterr().err.startswith("redgrape: no run can be read: ")
 
 
 def test_numbers_that_json_lacks_are_no_numbers(copied: Path, tmp_path: Path) -> None:

@@ -607,7 +607,7 @@ def test_control_c_ends_all_that_run_side_by_side(tmp_path: Path) -> None:
     os.killpg(process.pid, signal.SIGINT)
     _, err = process.communicate()
     assert (process.returncode, err.count("\n")) == (130, 1), err
-    assert err.startswith("redgrape: interrupted; the same command goes on")
+    assert err.startswith("redgrape: interrupted; run the same command to continue")
     for path in tmp_path.rglob("metrics.jsonl"):
         with RunFolder.open(path.parent).locked():
             pass
@@ -807,7 +807,7 @@ def test_a_grid_of_a_method_of_ones_own_sees_that_its_file_has_changed(
         (["method.lrr=1"], "unknown key 'method.lrr'"),
         (["method.lr=x"], "method.lr x: method.lr is 'x'"),
         (["method.lr=0.1", "--on", "validation"], "data.validation is 0"),
-        (["method.lr=0.1..1", "--search", "2", "--plan"], "--plan cannot tell"),
+        (["method.lr=0.1..1", "--search", "2", "--plan"], "--plan cannot predict"),
         (["method.lr=1..0.1", "--search", "2"], "is no range; write low..high"),
         (["method.lr=0..1:log", "--search", "2"], "its low end must be above 0"),
     ],

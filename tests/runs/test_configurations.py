@@ -187,8 +187,8 @@ TOGETHER: list[tuple[dict[str, Any], str]] = [
     ({"method": {"name": "redgrape", "threshold": math.nan}}, "threshold"),
     ({"method": {"name": "scaffold", "preset": "released"}}, "preset"),
     ({"method": {"name": "fedavg", "lam": 0.1}}, "method.lam"),
-    ({"exchange": {"noise": 1.0}}, "noise is 1, and updates have any length; set clip"),
-    ({"exchange": {"class_noise": 1.0}}, "class_noise is 1, and class rows have any length; set class_clip"),
+    ({"exchange": {"noise": 1.0}}, "noise is 1, but updates are not bounded; set clip"),
+    ({"exchange": {"class_noise": 1.0}}, "class_noise is 1, but class rows are not bounded; set class_clip"),
     ({"exchange": {"rule": "median", "clip": 1.0}}, "rule is median, and clip bounds a mean; choose"),
     ({"exchange": {"rule": "krum", "byzantine": 4}}, "exchange.rule is krum, and against byzantine=4 it needs 11"),
 ]

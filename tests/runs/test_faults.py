@@ -155,7 +155,7 @@ def test_signals(tmp_path: Path, tally: Tally, tries: list[tuple[str, int, int, 
         if count == 1:
             word = "interrupted" if number == signal.SIGINT else "terminated"
             assert len(result["said"]) == 1, result
-            assert result["said"][0].startswith(f"redgrape: {word}; `redgrape resume RUN` goes on"), result
+            assert result["said"][0].startswith(f"redgrape: {word}; run `redgrape resume RUN` to continue"), result
         assert not any("Traceback" in line for line in result["said"]), result
         assert (result["again"], result["wrong"]) == (0, []), result
         survived += 1
@@ -323,10 +323,11 @@ def test_a_change_before_the_first_round_is_no_matter(tmp_path: Path, tiny: Valu
     folder = RunFolder.create(tmp_path / "run", Experiment.parse(tiny()))
     run = Run(folder, workers=1)
     prepared = run.venue.prepare(run.experiment, None)
-    assert isinstance(prepared.federation, Federation)
-    environment = run._checked_environment(prepared, prepared.federation, None, None)
+    federation = prepared.federation
+    assert isinstance(federation, Federation)
+    environment = run._checked_environment(prepared, federation, None, None)
     assert environment is not None
-    folder.write_environment(environment, prepared.federation)
+    folder.write_environment(environment, federation)
     path = folder.path / "environment.json"
     before = {**json.loads(path.read_bytes()), "torch": "ancient"}
     checksums.write(folder.path, {path.name: json.dumps(before).encode()})
@@ -577,11 +578,11 @@ def test_a_copy_tells_what_was_edited(unfinished: Path, tmp_path: Path, capsys: 
     whole = path.read_text()
     path.write_text(whole.replace("lr = 0.1", "lr = 0.5").replace("seed = 3", "seed = 4"))
     line = one_line(command("resume", folder, "--workers", 1, capsys=capsys), 74)
-    assert "has been edited: seed was 3 and is 4, method.lr was 0.1 and is 0.5" in line
-    assert "round-000002/description.toml' is what it was" in line
+    assert "was edited: seed was 3 and is 4, method.lr was 0.1 and is 0.5" in line
+    assert "round-000002/description.toml' is the original" in line
     path.write_text(whole.replace("rounds = 3", "rounds = 5"))
     line = one_line(command("resume", folder, "--workers", 1, capsys=capsys), 74)
-    assert "rounds was 3 and is 5; `redgrape resume --rounds` lets a run go on" in line
+    assert "rounds was 3 and is 5; use `redgrape resume --rounds` to extend a run" in line
     path.write_text(whole + "# a remark\n")
     assert command("resume", folder, "--workers", 1, "--quiet", capsys=capsys).code == 0
 
@@ -634,7 +635,7 @@ def test_a_damaged_environment_can_be_done_without(
     assert "--allow-changes" in line
     done = command("resume", folder, "--workers", 1, "--quiet", "--allow-changes", capsys=capsys)
     assert done.code == 0
-    assert "it is written anew" in done.err
+    assert "it is written again" in done.err
     assert contents(folder)["summary.json"] == contents(finished)["summary.json"]
 
 

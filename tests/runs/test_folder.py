@@ -262,9 +262,9 @@ def test_where_no_checkpoint_is_whole_the_run_is_refused(saved: RunFolder) -> No
     for round in (1, 2):
         path = checkpoint(saved, round) / "server.safetensors"
         path.write_bytes(path.read_bytes()[::-1])
-    with pytest.raises(StorageError, match=r"no checkpoint of .* is whole: .*round-000002.* is damaged"):
+    with pytest.raises(StorageError, match=r"has no intact checkpoint: .*round-000002.* is damaged"):
         saved.latest()
-    with pytest.raises(StorageError, match="is whole"):
+    with pytest.raises(StorageError, match="no intact checkpoint"):
         next(Run(saved, workers=1).steps())
 
 
@@ -345,7 +345,7 @@ def test_an_edited_experiment_is_detected(saved: RunFolder, old: str, new: str, 
     if is_same:
         assert newest(saved).round == 2
     else:
-        with pytest.raises(StorageError, match=r"is of another experiment than experiment.toml describes"):
+        with pytest.raises(StorageError, match=r"belongs to another experiment than experiment.toml"):
             saved.latest()
 
 
@@ -355,9 +355,9 @@ def test_an_edited_experiment_is_detected(saved: RunFolder, old: str, new: str, 
 def test_a_folder_that_holds_something_is_not_taken(tmp_path: Path, tiny: Values) -> None:
     experiment = Experiment.parse(tiny())
     (tmp_path / "file").write_text("mine")
-    with pytest.raises(ConfigError, match="exists already"):
+    with pytest.raises(ConfigError, match="already exists"):
         RunFolder.create(tmp_path, experiment)
-    with pytest.raises(ConfigError, match="exists already"):
+    with pytest.raises(ConfigError, match="already exists"):
         RunFolder.create(tmp_path / "file", experiment)
     with pytest.raises(StorageError, match="cannot make"):
         RunFolder.create(tmp_path / "file" / "inside", experiment)
@@ -582,7 +582,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_the_run_ends_in_the_same_bits(
     assert [step.state.round for step in run.steps()] == [4]
     assert len(run.notes) == 1
     assert "round-000004" in run.notes[0]
-    assert "going on from round 3" in run.notes[0]
+    assert "continuing from round 3" in run.notes[0]
     assert files(folder.path) == files(straight)
 
 

@@ -277,7 +277,7 @@ def test_compare_takes_no_run_of_other_data(command: Command, toml: Path, own: P
     change(own)
     before = tree_of(Path("runs"))
     line = refused(command("compare", "redgrape", "fedavg", *shared), 2)
-    assert "fedavg-seed3' is not what is asked for: the split was " in line
+    assert "fedavg-seed3' does not match the request: the split was " in line
     assert "--out" in line and "--overwrite" in line
     assert tree_of(Path("runs")) == before
     good(command("compare", "redgrape", "fedavg", *shared, "--out", "elsewhere"))
@@ -318,7 +318,7 @@ def test_sweep_takes_no_run_of_other_data(command: Command, toml: Path, own: Pat
     change(own)
     (environment,) = Path("runs/sweep").glob("*/environment.json")
     before = tree_of(environment.parent)
-    assert "not what is asked for" in good(command("sweep", "method.lr=0.1,0.2", *shared, "--plan")).out
+    assert "does not match the request" in good(command("sweep", "method.lr=0.1,0.2", *shared, "--plan")).out
     line = refused(command("sweep", "method.lr=0.1,0.2", *shared), 2)
     assert "does not fit: the split was " in line and "--overwrite" in line
     assert tree_of(environment.parent) == before

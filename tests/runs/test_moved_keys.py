@@ -22,9 +22,9 @@ from redgrape.runs.moved_keys import EXCHANGE, GONE, RENAMED
 ROOT = Path(__file__).resolve().parents[2]
 
 MOVED = [("redgrape", key, f"method.{key} has moved: write exchange.{new}") for key, new in EXCHANGE.items()]
-MOVED += [("redgrape", key, f"method.{key} is gone: leave it out") for key in GONE]
+MOVED += [("redgrape", key, f"method.{key} was removed: leave it out") for key in GONE]
 MOVED += [
-    (name, key, f"method.{key} has another name: write method.{new}")
+    (name, key, f"method.{key} was renamed: write method.{new}")
     for name, renamed in RENAMED.items()
     for key, new in renamed.items()
 ]

@@ -21,10 +21,10 @@ from redgrape.reading.terminal import printable
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message}; `{self.prog} --help` tells what there is")
+        raise ConfigError(f"{message}; `{self.prog} --help` lists the options")
 
 
-# Flags that set a key of the experiment; every other key is set by -c.
+# Flags that set a key of the experiment. Use -c for every other key.
 _FLAGS: dict[str, tuple[str, Any, str]] = {
     "--data": ("data.source", str, "digits, mnist, fashion_mnist, cifar10, cifar100, an image folder or an .npz"),
     "--imbalance": ("data.imbalance", str, "exponential, binary or natural"),
@@ -32,34 +32,34 @@ _FLAGS: dict[str, tuple[str, Any, str]] = {
     "--partition": ("data.partition", str, "class_dirichlet, prior_dirichlet, creff, iid or natural"),
     "--alpha": ("data.alpha", float, "Dirichlet parameter: small is heterogeneous"),
     "--clients": ("data.clients", int, "number of clients"),
-    "--clients-per-round": ("clients_per_round", int, "clients sampled a round; without it all"),
+    "--clients-per-round": ("clients_per_round", int, "clients sampled per round (default: all)"),
     "--net": ("net.name", str, "cnn, cnn_dropout, resnet8, resnet20, ..., mlp or linear"),
-    "--rounds": ("rounds", int, "rounds of communication"),
+    "--rounds": ("rounds", int, "communication rounds"),
     "--epochs": ("method.epochs", int, "local epochs"),
-    "--batch-size": ("method.batch_size", int, "examples a local step"),
+    "--batch-size": ("method.batch_size", int, "examples per local step"),
     "--lr": ("method.lr", float, "local learning rate"),
 }
 
 
-GOING_ON = ("compare", "deploy", "reproduce", "sweep")  # called again, they go on with what they have begun
-ENDED = {signal.SIGINT: 130, signal.SIGTERM: 143}  # the exit codes of a command that a signal has ended
+GOING_ON = ("compare", "deploy", "reproduce", "sweep")  # run again, these commands continue their work
+ENDED = {signal.SIGINT: 130, signal.SIGTERM: 143}  # exit codes of commands ended by a signal
 
 
 def main(arguments: list[str] | None = None) -> NoReturn:
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
-        if getattr(sys, name) is None:  # closed: the next file that is opened would take its number
+        if getattr(sys, name) is None:  # closed: the next opened file would take its descriptor
             setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode))
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # a path may hold anything, a terminal may show only ASCII
+        sys.stdout.reconfigure(errors="backslashreplace")  # paths may hold any character; a terminal may be ASCII
     code = run(sys.argv[1:] if arguments is None else arguments)
     if code in ENDED.values():
         for number in ENDED:
-            signal.signal(number, signal.SIG_DFL)  # one more ends what is left of the process without a word
+            signal.signal(number, signal.SIG_DFL)  # the next signal ends the process silently
     sys.exit(code)
 
 
 def run(arguments: list[str]) -> int:
-    """The exit code of a command."""
+    """Run a command and return its exit code."""
     with ending_at_signals():
         return _run(arguments)
 
@@ -73,7 +73,7 @@ def _run(arguments: list[str]) -> int:
             with enough_memory():
                 options.command(options)
         finally:
-            sys.stdout.flush()  # here, where it can be told what goes wrong
+            sys.stdout.flush()  # here, so that errors are still reported
     except RedgrapeError as error:
         if debug:
             raise
@@ -81,10 +81,10 @@ def _run(arguments: list[str]) -> int:
         return error.exit_code
     except KeyboardInterrupt as error:
         what = "terminated" if isinstance(error, _Terminated) else "interrupted"
-        again = "the same command goes on" if words and words[0] in GOING_ON else "`redgrape resume RUN` goes on"
-        print(f"redgrape: {what}; {again} from the last finished round", file=sys.stderr)
+        again = "run the same command" if words and words[0] in GOING_ON else "run `redgrape resume RUN`"
+        print(f"redgrape: {what}; {again} to continue from the last finished round", file=sys.stderr)
         return ENDED[signal.SIGTERM if what == "terminated" else signal.SIGINT]
-    except BrokenPipeError:  # the reader, such as `head`, has gone
+    except BrokenPipeError:  # the reader, such as `head`, has exited
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except OSError as error:
@@ -96,12 +96,12 @@ def _run(arguments: list[str]) -> int:
 
 
 class _Terminated(KeyboardInterrupt):
-    """SIGTERM came: the same as Ctrl-C, with another exit code."""
+    """SIGTERM: handled like Ctrl-C, but with another exit code."""
 
 
 @contextmanager
 def ending_at_signals() -> Iterator[None]:
-    """The first Ctrl-C or SIGTERM lets a command end in order, the second ends it at once: workers end with it."""
+    """End cleanly at the first Ctrl-C or SIGTERM and at once at the second. Workers end with the command."""
 
     def at_once(number: int, _: object) -> NoReturn:
         if sys.stderr.isatty():
@@ -129,7 +129,7 @@ def _one_line(error: Exception) -> str:
 
 
 def _command(module: str, name: str) -> Any:
-    """A command that imports its module when it is called."""
+    """Return a command that imports its module when called."""
 
     def call(options: argparse.Namespace) -> None:
         getattr(importlib.import_module(f"redgrape.cli.commands.{module}"), name)(options)
@@ -140,125 +140,125 @@ def _command(module: str, name: str) -> Any:
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="redgrape", description="Federated learning on long-tailed data.", allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"redgrape {__version__}")
-    parser.epilog = "--debug shows the traceback of an error."
+    parser.epilog = "Use --debug to show the traceback of an error."
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND", parser_class=_Parser)
 
     def add(name: str, module: str, text: str) -> argparse.ArgumentParser:
         command = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
         command.set_defaults(command=_command(module, name))
-        command.add_argument("--json", action="store_true", help="output for machines")
+        command.add_argument("--json", action="store_true", help="print JSON")
         return command
 
     command = add("run", "training", "train a method on a long-tailed federation")
-    command.add_argument("experiment", nargs="?", type=_path, help="a TOML file; without it the embedded default")
-    command.add_argument("--method", dest="set:method.name", metavar="NAME", help="which method")
-    command.add_argument("--preset", dest="set:method.preset", metavar="NAME", help="its preset")
+    command.add_argument("experiment", nargs="?", type=_path, help="a TOML file (default: built-in settings)")
+    command.add_argument("--method", dest="set:method.name", metavar="NAME", help="the method")
+    command.add_argument("--preset", dest="set:method.preset", metavar="NAME", help="the preset of the method")
     command.add_argument("--seed", dest="set:seed", type=int, metavar="N", help="the seed")
     _add_experiment_flags(command)
-    command.add_argument("--out", type=_path, metavar="DIR", help="the run folder; without it one below runs/")
+    command.add_argument("--out", type=_path, metavar="DIR", help="the run folder (default: a new one below runs/)")
     _add_execution_flags(command)
 
     command = add("resume", "training", "continue a run, or extend a finished one")
     command.add_argument("run", type=_path, help="the run folder")
-    command.add_argument("--rounds", type=int, metavar="N", help="let it go on to this many rounds")
+    command.add_argument("--rounds", type=int, metavar="N", help="extend the run to N rounds in total")
     _add_execution_flags(command)
 
     command = add("compare", "training", "train several methods on the same split and seeds")
     command.add_argument(
         "methods",
         nargs="+",
-        help="methods, each with settings of its own if wanted: redgrape:lam=0.2,exchange.preset=private",
+        help="methods, optionally with their own settings: redgrape:lam=0.2,exchange.preset=private",
     )
-    command.add_argument("--experiment", type=_path, metavar="FILE", help="a TOML file that describes the rest")
-    command.add_argument("--preset", dest="set:method.preset", metavar="NAME", help="the preset of all of them")
+    command.add_argument("--experiment", type=_path, metavar="FILE", help="a TOML file with the other settings")
+    command.add_argument("--preset", dest="set:method.preset", metavar="NAME", help="the preset for all methods")
     _add_seed_flags(command)
     _add_experiment_flags(command)
-    command.add_argument("--out", type=_path, default=Path("runs/compare"), metavar="DIR", help="where the runs go")
+    command.add_argument("--out", type=_path, default=Path("runs/compare"), metavar="DIR", help="folder for the runs")
     _add_overwrite_flag(command)
     _add_on_flag(command)
     _add_execution_flags(command)
 
-    command = add("reproduce", "suites", "run the experiments of a table or figure of the paper, and write it")
-    command.add_argument("name", nargs="?", help="the suite, such as table2 or fig_lambda; without it they are listed")
+    command = add("reproduce", "suites", "run the experiments behind a table or figure of the paper, and write it")
+    command.add_argument("name", nargs="?", help="the suite, such as table2 or fig_lambda (default: list all suites)")
     command.add_argument(
-        "--scale", choices=["paper", "study", "quick"], default="quick", help="how much is run (quick: minutes)"
+        "--scale", choices=["paper", "study", "quick"], default="quick", help="how much to run (quick: minutes)"
     )
     command.add_argument(
-        "--only", nargs="+", default=[], metavar="WHAT", help="some cells, e.g. mnist ir=100 method=redgrape"
+        "--only", nargs="+", default=[], metavar="WHAT", help="run only these cells, e.g. mnist ir=100 method=redgrape"
     )
-    command.add_argument("--seeds", type=_seeds, metavar="0,1,2", help="the seeds; without them the scale's")
-    command.add_argument("--out", type=_path, default=Path("runs"), metavar="DIR", help="where runs are and go (runs)")
+    command.add_argument("--seeds", type=_seeds, metavar="0,1,2", help="the seeds (default: those of the scale)")
+    command.add_argument("--out", type=_path, default=Path("runs"), metavar="DIR", help="folder with the runs (runs)")
     _add_suite_flags(command)
-    command.add_argument("--record", action="store_true", help="copy finished cells, without weights, to the records")
-    command.add_argument("--no-run", action="store_true", help="write the tables from what there is, run nothing")
-    command.add_argument("--into", type=_path, metavar="FILE", help="put the table into a Markdown page, at its marks")
+    command.add_argument("--record", action="store_true", help="copy finished cells to the records, without weights")
+    command.add_argument("--no-run", action="store_true", help="write the tables from existing runs; run nothing")
+    command.add_argument("--into", type=_path, metavar="FILE", help="insert the table at its marks in a Markdown page")
     _add_execution_flags(command)
 
-    command = add("sweep", "suites", "run a grid of one's own, or search, and write its table")
+    command = add("sweep", "suites", "run your own grid or search, and write its table")
     command.add_argument("grid", nargs="+", metavar="KEY=V1,V2", help="an axis; with --search also KEY=LOW..HIGH[:log]")
-    command.add_argument("--experiment", type=_path, metavar="FILE", help="a TOML file that describes the rest")
-    command.add_argument("--method", dest="set:method.name", metavar="NAME", help="which method")
-    command.add_argument("--preset", dest="set:method.preset", metavar="NAME", help="its preset")
+    command.add_argument("--experiment", type=_path, metavar="FILE", help="a TOML file with the other settings")
+    command.add_argument("--method", dest="set:method.name", metavar="NAME", help="the method")
+    command.add_argument("--preset", dest="set:method.preset", metavar="NAME", help="the preset of the method")
     _add_seed_flags(command)
-    command.add_argument("--reference", metavar="ROW", help="the row that others are compared with; else the first")
+    command.add_argument("--reference", metavar="ROW", help="the row to compare others with (default: the first)")
     command.add_argument("--search", type=_positive, metavar="N", help="let Optuna propose N settings, by validation")
     _add_experiment_flags(command)
-    command.add_argument("--out", type=_path, default=Path("runs"), metavar="DIR", help="where runs are and go (runs)")
-    command.add_argument("--name", type=_name, default="sweep", help="the folder below it for this grid (sweep)")
+    command.add_argument("--out", type=_path, default=Path("runs"), metavar="DIR", help="folder with the runs (runs)")
+    command.add_argument("--name", type=_name, default="sweep", help="subfolder of --out for this grid (sweep)")
     _add_on_flag(command)
     _add_suite_flags(command)
     _add_execution_flags(command)
 
     command = add("ls", "inspection", "list runs")
-    command.add_argument("folder", nargs="?", type=_path, default=Path("runs"), help="below this folder (runs)")
+    command.add_argument("folder", nargs="?", type=_path, default=Path("runs"), help="search below this folder (runs)")
     command = add("show", "inspection", "show one run")
     command.add_argument("run", type=_path, help="the run folder")
     _add_on_flag(command)
-    command = add("privacy", "privacy", "tell what each party could learn in a run")
+    command = add("privacy", "privacy", "report what each party could learn from a run")
     command.add_argument("run", type=_path, help="the run folder")
-    command = add("report", "page", "write one HTML page about runs, to open in a browser or to pass on")
+    command = add("report", "page", "write a self-contained HTML page about runs")
     command.add_argument(
         "folders",
         nargs="+",
         type=_path,
         metavar="RUN_OR_SUITE",
-        help="a run, a folder with runs in it, or a suite: its folder, or its name for those below runs/",
+        help="a run, a folder of runs, or a suite (its folder, or its name if it is below runs/)",
     )
     command.add_argument(
         "--out", type=_path, default=Path("report.html"), metavar="FILE", help="the page (report.html)"
     )
-    command = add("serve", "page", "show the runs of a folder live, to a browser on this machine")
-    command.add_argument("folder", nargs="?", type=_path, default=Path("runs"), help="below this folder (runs)")
-    command.add_argument("--port", type=_port, default=8765, metavar="N", help="where (8765; 0 for any free one)")
-    command = add("methods", "inspection", "list the methods, or one with its hyper-parameters")
+    command = add("serve", "page", "show the runs of a folder live in a browser on this machine")
+    command.add_argument("folder", nargs="?", type=_path, default=Path("runs"), help="folder with the runs (runs)")
+    command.add_argument("--port", type=_port, default=8765, metavar="N", help="the port (8765; 0 for any free port)")
+    command = add("methods", "inspection", "list the methods, or show one with its hyper-parameters")
     command.add_argument("name", nargs="?", help="a method")
-    command.add_argument("--net", default="cnn", metavar="NAME", help="tell what is sent with this net (cnn)")
-    command.add_argument("--shape", type=_shape, default=(1, 28, 28), metavar="1,28,28", help="and such inputs")
-    command.add_argument("--classes", type=_positive, default=10, metavar="N", help="and so many classes (10)")
+    command.add_argument("--net", default="cnn", metavar="NAME", help="show message sizes for this net (cnn)")
+    command.add_argument("--shape", type=_shape, default=(1, 28, 28), metavar="1,28,28", help="the input shape")
+    command.add_argument("--classes", type=_positive, default=10, metavar="N", help="the number of classes (10)")
 
-    data = commands.add_parser("data", help="look at data or fetch it", description="Look at data or fetch it.")
+    data = commands.add_parser("data", help="show or download data", description="Show or download data.")
     parts = data.add_subparsers(required=True, metavar="COMMAND", parser_class=_Parser)
-    command = parts.add_parser("show", help="print and draw who holds what", allow_abbrev=False)
+    command = parts.add_parser("show", help="print and plot the examples of each client", allow_abbrev=False)
     command.set_defaults(command=_command("data", "show"))
-    command.add_argument("experiment", nargs="?", type=_path, help="a TOML file; without it the embedded default")
+    command.add_argument("experiment", nargs="?", type=_path, help="a TOML file (default: built-in settings)")
     command.add_argument("--seed", dest="set:seed", type=int, metavar="N", help="the seed")
     _add_experiment_flags(command)
-    command.add_argument("--data-root", type=_path, metavar="DIR", help="where data files are")
-    command.add_argument("--out", type=_path, default=Path("federation.png"), metavar="FILE", help="the picture")
-    command.add_argument("--json", action="store_true", help="output for machines")
+    command.add_argument("--data-root", type=_path, metavar="DIR", help="folder with the data files")
+    command.add_argument("--out", type=_path, default=Path("federation.png"), metavar="FILE", help="the figure")
+    command.add_argument("--json", action="store_true", help="print JSON")
     command = parts.add_parser("fetch", help="download a data set and verify it", allow_abbrev=False)
     command.set_defaults(command=_command("data", "fetch"))
     command.add_argument("name", help="mnist, fashion_mnist, cifar10 or cifar100")
-    command.add_argument("--data-root", type=_path, metavar="DIR", help="where data files go")
+    command.add_argument("--data-root", type=_path, metavar="DIR", help="folder for the data files")
 
-    command = add("export", "model", "write a run's inference model with its card")
+    command = add("export", "model", "export the inference model of a run, with a model card")
     command.add_argument("run", type=_path, help="the run folder")
-    command.add_argument("out", type=_path, help="the model folder to make")
-    command.add_argument("--format", choices=["safetensors", "onnx"], default="safetensors", help="of the weights")
-    command = add("evaluate", "model", "apply an exported model to labelled data")
+    command.add_argument("out", type=_path, help="the model folder to create")
+    command.add_argument("--format", choices=["safetensors", "onnx"], default="safetensors", help="weight format")
+    command = add("evaluate", "model", "evaluate an exported model on labelled data")
     command.add_argument("model", type=_path, help="the model folder")
-    command.add_argument("data", type=_path, help="a folder with a sub-folder a class, or an .npz with x and y")
-    command = add("predict", "model", "apply an exported model to new data")
+    command.add_argument("data", type=_path, help="a folder with one sub-folder per class, or an .npz with x and y")
+    command = add("predict", "model", "predict the classes of new data with an exported model")
     command.add_argument("model", type=_path, help="the model folder")
     command.add_argument("data", type=_path, help="an image, a folder of images, or an .npz with x")
     _add_deployment(commands)
@@ -266,7 +266,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_deployment(commands: Any) -> None:
-    text = "real federations on Flower: data at several sites, none of it moves"
+    text = "run a real federation on Flower; the data stays at the sites"
     deploy = commands.add_parser("deploy", help=text, description=text)
     parts = deploy.add_subparsers(required=True, metavar="COMMAND", parser_class=_Parser)
 
@@ -276,72 +276,78 @@ def _add_deployment(commands: Any) -> None:
         command.add_argument("folder", type=_path, metavar="DIR", help=folder)
         return command
 
-    command = add("init", "write what each party needs: certificates, keys, settings, scripts")
+    command = add("init", "write the files each party needs: certificates, keys, settings, scripts")
     command.add_argument("--sites", required=True, metavar="A,B,C", help="the names of the sites")
-    command.add_argument("--host", required=True, metavar="NAME", help="by which the sites reach the server")
-    command.add_argument("--port", type=_port, default=8443, metavar="N", help="of the server (8443)")
-    command.add_argument("--bind", metavar="ADDRESS", help="that the server listens on; without it that of --host")
+    command.add_argument("--host", required=True, metavar="NAME", help="host name at which sites reach the server")
+    command.add_argument("--port", type=_port, default=8443, metavar="N", help="the port of the server (8443)")
+    command.add_argument("--bind", metavar="ADDRESS", help="the address to listen on (default: that of --host)")
     command.add_argument(
-        "--test", type=_path, metavar="DATA", help="a test set at the server; without it sites evaluate"
+        "--test", type=_path, metavar="DATA", help="a test set at the server (default: sites evaluate)"
     )
     command.add_argument(
-        "--like", type=_path, metavar="DATA", help="data with all classes, that tells them and the shape"
+        "--like", type=_path, metavar="DATA", help="sample data with all classes, to read classes and shape from"
     )
-    command.add_argument("--classes", metavar="A,B,C", help="the names of the classes, or how many (numbered from 0)")
-    command.add_argument("--shape", type=_shape, metavar="1,28,28", help="of an input")
-    command.add_argument("--input", choices=["uint8", "float"], default="uint8", help="pixels (uint8) or numbers")
-    command.add_argument("--image-size", type=_positive, metavar="N", help="resize the images of folders to N by N")
-    command.add_argument("--tail", metavar="A,B", help="classes that reports count as the tail")
+    command.add_argument("--classes", metavar="A,B,C", help="the class names, or their number (numbered from 0)")
+    command.add_argument("--shape", type=_shape, metavar="1,28,28", help="the shape of an input")
+    command.add_argument("--input", choices=["uint8", "float"], default="uint8", help="pixels (uint8) or floats")
+    command.add_argument("--image-size", type=_positive, metavar="N", help="resize images in folders to N by N")
+    command.add_argument("--tail", metavar="A,B", help="classes to report as the tail")
     command.add_argument(
-        "--min-count", type=_positive, default=8, metavar="N", help="sites report no class with fewer examples (8)"
-    )
-    command.add_argument(
-        "--min-clients", type=_positive, default=3, metavar="N", help="no class is released that fewer sites report (3)"
-    )
-    command.add_argument(
-        "--secure-aggregation", action="store_true", help="the server sees sums over the sites, no site's own update"
+        "--min-count",
+        type=_positive,
+        default=8,
+        metavar="N",
+        help="sites report only classes with N examples or more (8)",
     )
     command.add_argument(
-        "--plain", action="store_true", help="no TLS and no keys, to try things out; on this machine only"
+        "--min-clients",
+        type=_positive,
+        default=3,
+        metavar="N",
+        help="release only classes reported by N sites or more (3)",
     )
+    command.add_argument(
+        "--secure-aggregation", action="store_true", help="the server sees only sums over sites, no single update"
+    )
+    command.add_argument("--plain", action="store_true", help="no TLS and no keys, for trials on this machine only")
 
-    add("server", "start the server and watch over it, until Ctrl-C")
-    command = add("site", "take part as a site, until Ctrl-C", "the site's folder")
-    command.add_argument("--data", type=_path, required=True, help="a folder with a sub-folder a class, or an .npz")
-    command = add("run", "run an experiment on the sites, or go on with it")
-    command.add_argument("experiment", nargs="?", type=_path, help="a TOML file; without it that of the deployment")
-    command.add_argument("--method", dest="set:method.name", metavar="NAME", help="which method")
-    command.add_argument("--preset", dest="set:method.preset", metavar="NAME", help="its preset")
+    add("server", "start and monitor the server until Ctrl-C")
+    command = add("site", "take part as a site until Ctrl-C", "the site's folder")
+    command.add_argument("--data", type=_path, required=True, help="a folder with one sub-folder per class, or an .npz")
+    command = add("run", "run or continue an experiment on the sites")
+    command.add_argument("experiment", nargs="?", type=_path, help="a TOML file (default: that of the deployment)")
+    command.add_argument("--method", dest="set:method.name", metavar="NAME", help="the method")
+    command.add_argument("--preset", dest="set:method.preset", metavar="NAME", help="the preset of the method")
     command.add_argument("--seed", dest="set:seed", type=int, metavar="N", help="the seed")
-    command.add_argument("--rounds", dest="set:rounds", type=int, metavar="N", help="rounds of communication")
+    command.add_argument("--rounds", dest="set:rounds", type=int, metavar="N", help="communication rounds")
     command.add_argument(
         "-c", dest="config", action="append", default=[], metavar="KEY=VALUE", help="set any key, e.g. method.lam=0.2"
     )
-    command.add_argument("--name", type=_name, metavar="NAME", help="of the run folder, below DIR/runs")
+    command.add_argument("--name", type=_name, metavar="NAME", help="name of the run folder below DIR/runs")
     command.add_argument(
         "--simulate",
         type=_path,
         metavar="PATH",
-        help="no sites connect: simulate all with Flower and Ray, from PATH/NAME or PATH/NAME.npz",
+        help="simulate all sites with Flower and Ray, on data in PATH/NAME or PATH/NAME.npz; no site connects",
     )
     command.add_argument(
-        "--allow-changes", action="store_true", help="go on with what another version or machine began"
+        "--allow-changes", action="store_true", help="continue a run that another version or machine began"
     )
-    command.add_argument("--dry-run", action="store_true", help="print what would run")
-    command.add_argument("--quiet", action="store_true", help="no progress")
-    command.add_argument("--json", action="store_true", help="output for machines")
-    add("status", "who is connected, and how the newest run is doing").add_argument(
-        "--json", action="store_true", help="output for machines"
+    command.add_argument("--dry-run", action="store_true", help="print what would run, then exit")
+    command.add_argument("--quiet", action="store_true", help="show no progress")
+    command.add_argument("--json", action="store_true", help="print JSON")
+    add("status", "show the connected sites and the state of the newest run").add_argument(
+        "--json", action="store_true", help="print JSON"
     )
 
-    add("renew", "give the server a new certificate, when the old one comes to its end")
+    add("renew", "give the server a new certificate before the old one expires")
 
-    text = "look for what may be wrong with a deployment, and say what to do"
+    text = "look for problems in a deployment and suggest fixes"
     command = commands.add_parser("doctor", help=text, description=text, allow_abbrev=False)
     command.set_defaults(command=_command("doctor", "doctor"))
     command.add_argument("folder", type=_path, metavar="DIR", help="the deployment's folder, or a site's")
-    command.add_argument("--data", type=_path, metavar="PATH", help="a site's data, to be checked too")
-    command.add_argument("--json", action="store_true", help="output for machines")
+    command.add_argument("--data", type=_path, metavar="PATH", help="data of a site, to check as well")
+    command.add_argument("--json", action="store_true", help="print JSON")
 
 
 def _add_experiment_flags(command: argparse.ArgumentParser) -> None:
@@ -355,25 +361,25 @@ def _add_experiment_flags(command: argparse.ArgumentParser) -> None:
 
 def _add_seed_flags(command: argparse.ArgumentParser) -> None:
     group = command.add_mutually_exclusive_group()
-    group.add_argument("--seeds", type=_seeds, metavar="0,1,2", help="the seeds; without them the experiment's")
+    group.add_argument("--seeds", type=_seeds, metavar="0,1,2", help="the seeds (default: that of the experiment)")
     group.add_argument("--seed", dest="set:seed", type=int, metavar="N", help="a single seed")
 
 
 def _add_suite_flags(command: argparse.ArgumentParser) -> None:
     _add_overwrite_flag(command)
-    command.add_argument("--plan", action="store_true", help="print the cells, their state and the time they will take")
+    command.add_argument("--plan", action="store_true", help="print the cells, their state and estimated time")
     command.add_argument(
         "--results",
         type=_path,
         default=Path("results"),
         metavar="DIR",
-        help="where records of finished cells are (results)",
+        help="folder with records of finished cells (results)",
     )
     command.add_argument(
         "--side-by-side",
         type=_positive,
         metavar="N",
-        help="cells at once, which share the workers; without it as many as there are workers for all clients of each",
+        help="run N cells at once, sharing the workers (default: as many as have a worker for each of their clients)",
     )
 
 
@@ -381,7 +387,7 @@ def _add_overwrite_flag(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--overwrite",
         action="store_true",
-        help="run again, in its place, what was run with other data or settings",
+        help="replace runs made with other data or settings",
     )
 
 
@@ -390,35 +396,35 @@ def _add_on_flag(command: argparse.ArgumentParser) -> None:
         "--on",
         choices=["test", "validation"],
         default="test",
-        help="which set the table is about (see data.validation)",
+        help="the set that the table reports (see data.validation)",
     )
 
 
 def _add_execution_flags(command: argparse.ArgumentParser) -> None:
-    group = command.add_argument_group("where and how it runs; none of this changes a result")
-    group.add_argument("--workers", type=_positive, metavar="N", help="worker processes; without it one a core")
-    group.add_argument("--device", default="cpu", help="cpu, or cuda with --workers 1 (which does change last bits)")
+    group = command.add_argument_group("execution (does not change results, except as noted)")
+    group.add_argument("--workers", type=_positive, metavar="N", help="worker processes (default: one per core)")
+    group.add_argument("--device", default="cpu", help="cpu, or cuda with --workers 1 (changes the last bits)")
     group.add_argument(
         "--stack",
         type=_positive,
         default=1,
         metavar="N",
-        help="train N clients of equal size as one, which is fast for small nets (and does change last bits)",
+        help="train N clients of equal size as one; fast for small nets (changes the last bits)",
     )
-    group.add_argument("--data-root", type=_path, metavar="DIR", help="where data files are (else $REDGRAPE_DATA)")
+    group.add_argument("--data-root", type=_path, metavar="DIR", help="folder with the data files (or $REDGRAPE_DATA)")
     group.add_argument(
         "--deadline",
         type=_seconds,
         metavar="SECONDS",
-        help="take a worker that has not answered for a client by then for hung (never; not with --workers 1)",
+        help="treat a worker as hung after this long on one client (default: never; not with --workers 1)",
     )
     group.add_argument(
         "--allow-changes",
         action="store_true",
-        help="go on with a run that another version or machine began (which may change last bits)",
+        help="continue a run that another version or machine began (may change the last bits)",
     )
-    group.add_argument("--dry-run", action="store_true", help="print what would run")
-    group.add_argument("--quiet", action="store_true", help="no progress")
+    group.add_argument("--dry-run", action="store_true", help="print what would run, then exit")
+    group.add_argument("--quiet", action="store_true", help="show no progress")
     group.add_argument("--tensorboard", action="store_true", help="also log to RUN/tensorboard (needs that extra)")
 
 
@@ -436,7 +442,7 @@ def _path(text: str) -> Path:
 
 def _name(text: str) -> str:
     if not text or text != Path(text).name or text.startswith(".") or "\\" in text:
-        raise argparse.ArgumentTypeError(f"'{text}' is no name of a folder; leave out slashes, and no dot first")
+        raise argparse.ArgumentTypeError(f"'{text}' is not a folder name; use no slashes and no leading dot")
     return text
 
 
@@ -446,7 +452,7 @@ def _seconds(text: str) -> float:
     except ValueError:
         seconds = math.nan
     if not 0 < seconds < math.inf:
-        raise argparse.ArgumentTypeError(f"'{text}' is not a number of seconds above 0")
+        raise argparse.ArgumentTypeError(f"'{text}' is not a positive number of seconds")
     return seconds
 
 

@@ -1,4 +1,4 @@
-"""Data: sources, long tails, partitions, and the federation they make."""
+"""Data: sources, long tails, partitions, and the federation made from them."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ if TYPE_CHECKING:
 
 
 def load(source: str, *, seed: int = 0, root: Path | None = None, **options: Any) -> Federation:
-    """A federation by the options of an experiment's section [data]: `load("digits", ir=50.0, clients=10)`.
+    """A federation from the options of an experiment's section [data]: `load("digits", ir=50.0, clients=10)`.
 
-    `source`: a data set by its name, a folder of images, or an .npz file. `root`: where data sets are.
+    `source`: the name of a data set, a folder of images, or an .npz file. `root`: the folder of the data sets.
     """
     from pydantic import ValidationError
 

@@ -11,8 +11,8 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Augment:
-    """crop: pad by so many pixels and cut a random window; flip: mirror every second image, by a coin; cutout: blank a
-    random square of so many pixels (zero, which is the mean colour after normalisation)."""
+    """crop: pad by this many pixels and cut a random window; flip: mirror each image with probability 1/2; cutout:
+    blank a random square with sides of this many pixels (zero, the mean colour after normalisation)."""
 
     crop: int = 0
     flip: bool = False
@@ -46,7 +46,7 @@ def _random_crop(x: Tensor, padding: int, generator: torch.Generator) -> Tensor:
 
 
 def _cutout(x: Tensor, size: int, generator: torch.Generator) -> Tensor:
-    """The square's centre is anywhere in the image, so that it may be cut by the border (DeVries and Taylor, 2017)."""
+    """The square's centre is anywhere in the image, so the border may cut the square (DeVries and Taylor, 2017)."""
     n, _, height, width = x.shape
     row = torch.randint(0, height, (n, 1), generator=generator)
     column = torch.randint(0, width, (n, 1), generator=generator)

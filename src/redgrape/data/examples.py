@@ -1,5 +1,5 @@
-"""Examples: inputs and labels, kept as they lie on disk (uint8 pixels stay uint8) and made into network inputs a batch
-at a time."""
+"""Examples: inputs and labels, kept as on disk (uint8 pixels stay uint8) and converted to network inputs batch by
+batch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _KEPT_CONVERTED = 1 << 23  # numbers: 32 MB of float32
 
 @dataclass(frozen=True)
 class Pixels:
-    """How uint8 pixels become floats: (x / 255 - mean) / std, a number per channel or one for all."""
+    """Converts uint8 pixels to floats: (x / 255 - mean) / std, with numbers per channel or one for all."""
 
     mean: tuple[float, ...] = (0.0,)
     std: tuple[float, ...] = (1.0,)
@@ -36,10 +36,10 @@ class Pixels:
 
 @dataclass(frozen=True, eq=False)
 class Examples:
-    """x: [n, ...] floats or uint8 pixels; y: [n] class numbers. NumPy arrays are taken as they are, without a copy.
+    """x: [n, ...] floats or uint8 pixels; y: [n] class numbers. NumPy arrays are used without a copy.
 
-    `rows` makes a view: these examples are x[rows], y[rows] of a larger array that is never copied, so that it may be
-    mapped from a file larger than memory.
+    `rows` makes a view: these examples are x[rows], y[rows] of a larger array. It is never copied, so it may be mapped
+    from a file larger than memory.
     """
 
     x: Tensor
@@ -47,7 +47,7 @@ class Examples:
     pixels: Pixels = field(default_factory=Pixels)
     augment: Augment = NO_AUGMENTATION
     rows: Tensor | None = None
-    source: Any = None  # the NumPy array behind x, which knows the file it may be mapped from
+    source: Any = None  # the NumPy array behind x; it knows the file it is mapped from, if any
 
     def __post_init__(self) -> None:
         if isinstance(self.x, np.ndarray):
@@ -58,7 +58,7 @@ class Examples:
                 f"x has shape {tuple(x.shape)} and y {tuple(y.shape)}; y must hold one label for each row of x"
             )
         if 0 in x.shape[1:]:
-            raise DataError(f"x has shape {tuple(x.shape)}; an example of no numbers tells nothing")
+            raise DataError(f"x has shape {tuple(x.shape)}; an example must hold at least one number")
         if y.is_floating_point() or y.dtype == torch.bool:
             raise DataError(f"labels are {y.dtype}; they must be whole numbers 0 .. classes-1")
         if x.dtype not in (torch.float16, torch.float32, torch.float64, torch.uint8):
@@ -80,13 +80,13 @@ class Examples:
         return Examples(self.x, self.y, self.pixels, self.augment, rows, self.source)
 
     def inputs(self, rows: Tensor, dtype: torch.dtype, augment: torch.Generator | None = None) -> Tensor:
-        """Network inputs of these rows in freshly allocated memory, augmented where a generator is given."""
+        """Network inputs for these rows in freshly allocated memory, augmented if a generator is given."""
         x = self.x[rows if self.rows is None else self.rows[rows]].contiguous()
         x = self.pixels(x, dtype) if x.dtype == torch.uint8 else x.to(dtype)
         return x if augment is None else self.augment(x, augment)
 
     def converted(self, dtype: torch.dtype) -> Examples:
-        """The same examples as network inputs already, where they are few enough to be kept so."""
+        """The same examples already converted to network inputs, if they are few enough to keep in memory."""
         numbers = len(self) * math.prod(self.x.shape[1:])
         if numbers > _KEPT_CONVERTED or (self.x.dtype == dtype and self.rows is None):
             return self
@@ -111,7 +111,7 @@ class Examples:
 
 
 def place(x: Tensor, device: torch.device) -> Tensor:
-    """On the device, images with their channels last, which is what convolutions are fastest on."""
+    """Move to the device. Images get channels last, with which convolutions are fastest."""
     return (x.contiguous(memory_format=torch.channels_last) if x.dim() == 4 else x).to(device)
 
 
@@ -123,6 +123,6 @@ def _tensor(value: Any) -> Tensor:
         raise DataError(f"an array of {array.dtype} cannot hold examples; pass numbers")
     if any(stride < 0 for stride in array.strides):
         array = np.ascontiguousarray(array)
-    with warnings.catch_warnings():  # torch warns of read-only arrays, which could be written to; we never write
+    with warnings.catch_warnings():  # torch warns that read-only arrays could be written to; we never write
         warnings.simplefilter("ignore", UserWarning)
         return torch.from_numpy(array)

@@ -1,4 +1,4 @@
-"""A federation: which client holds which training examples, and the data for evaluation that no client ever sees."""
+"""A federation: which client holds which training examples, and the evaluation data, which no client ever sees."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class Groups:
     """Head, middle and tail: classes by training count, the first 30 % and the last 30 % (as in the paper's tables).
-    Where `tail` is given, as in the binary setting, those classes are the tail and all others the head."""
+    If `tail` is given, as in the binary setting, those classes are the tail and all others the head."""
 
     head: tuple[int, ...]
     middle: tuple[int, ...]
@@ -42,8 +42,8 @@ class Groups:
 
 @dataclass(frozen=True)
 class Declared:
-    """What a client said of itself when it joined: its examples, how many it has of each class if it tells, and its
-    name if it has one."""
+    """What a client declared when it joined: its number of examples, their numbers per class if disclosed, and its name
+    if it has one."""
 
     examples: int
     class_counts: Tensor | None = None
@@ -51,7 +51,7 @@ class Declared:
 
 
 class ClientData(Protocol):
-    """What an engine needs of a federation: the examples of the clients that run there, and those for evaluation."""
+    """What an engine needs from a federation: the examples of the clients it runs, and those for evaluation."""
 
     @property
     def num_clients(self) -> int: ...
@@ -66,7 +66,7 @@ class ClientData(Protocol):
 
 
 class FederatedData(ClientData, Protocol):
-    """What training needs of a federation, whose clients' examples may be elsewhere."""
+    """What training needs from a federation. The clients' examples may be elsewhere."""
 
     @property
     def auxiliary(self) -> Examples | None: ...
@@ -76,21 +76,21 @@ class FederatedData(ClientData, Protocol):
     def input_shape(self) -> tuple[int, ...]: ...
     @property
     def evaluated_elsewhere(self) -> bool:
-        """Whether the test set is where the clients are, and none here."""
+        """Whether the test set is at the clients, not here."""
         ...
 
     def declared(self, k: int) -> Declared:
-        """What a client has said of itself, to which its updates are held."""
+        """What a client has declared about itself; its updates are checked against it."""
         ...
 
     def sample(self, dtype: torch.dtype) -> torch.Tensor:
-        """Two inputs like those of the clients, to try a net on."""
+        """Two inputs like the clients', to try a net on."""
         ...
 
 
 @dataclass(frozen=True)
 class Pooled:
-    """One array of training examples, and each client's rows of it."""
+    """One array of training examples, and each client's rows in it."""
 
     train: Examples
     parts: Sequence[Rows]
@@ -98,7 +98,7 @@ class Pooled:
     @classmethod
     def of(cls, clients: Sequence[Examples]) -> Pooled:
         if not clients:
-            raise DataError("a federation of no clients; pass at least one")
+            raise DataError("a federation without clients; pass at least one")
         first = clients[0]
         for k, client in enumerate(clients):
             if (_kind(client), client.x.dtype, client.augment) != (_kind(first), first.x.dtype, first.augment):
@@ -113,8 +113,8 @@ class Pooled:
 
 
 class Federation:
-    """Clients 0 .. K-1 with their training examples, and a test set (with a validation set, and with a small balanced
-    auxiliary set of the server's own, where there are).
+    """Clients 0 .. K-1 with their training examples, and a test set. A validation set and a small balanced auxiliary
+    set for the server are optional.
 
     Federation(clients=[Examples(x0, y0), Examples(x1, y1)], test=Examples(xt, yt), num_classes=4)
     """
@@ -190,7 +190,7 @@ class Federation:
         client_names: Sequence[str] | None = None,
         tail: Sequence[int] | None = None,
     ) -> Federation:
-        """The same from one array of training examples and each client's rows of it, without a copy."""
+        """The same from one array of training examples and each client's rows in it, without a copy."""
         return cls(
             Pooled(train, parts),
             test,
@@ -208,12 +208,12 @@ class Federation:
 
     @property
     def class_counts(self) -> Rows:
-        """Training examples of each class over all clients."""
+        """The number of training examples of each class over all clients."""
         counts: Rows = self.client_counts.sum(axis=0)
         return counts
 
     def counts(self, split: Literal["test", "validation"]) -> list[int] | None:
-        """Examples of each class for evaluation."""
+        """The number of evaluation examples of each class."""
         examples: Examples | None = getattr(self, split)
         return None if examples is None else torch.bincount(examples.labels, minlength=self.num_classes).tolist()
 
@@ -235,7 +235,7 @@ class Federation:
         return tuple(self.train.x.shape[1:])
 
     def fingerprint(self) -> str:
-        """SHA-256 over every client's rows and labels: the name of a split, for citing it."""
+        """SHA-256 over every client's rows and labels. It identifies a split, for citing it."""
         digest = hashlib.sha256(str(self.num_classes).encode())
         labels = self.train.labels.numpy()
         for part in self.parts:
@@ -246,7 +246,7 @@ class Federation:
 
 
 def check_class_names(names: Sequence[str], what: str) -> None:
-    """Raise DataError where a class has no name, or two have the same."""
+    """Raise DataError if a class has no name, or two have the same."""
     if any(not name.strip() for name in names):
         raise DataError(f"{what}: class {[bool(name.strip()) for name in names].index(False)} has an empty name")
     if twice := next((name for i, name in enumerate(names) if name in names[:i]), None):
@@ -254,7 +254,7 @@ def check_class_names(names: Sequence[str], what: str) -> None:
 
 
 def _kind(examples: Examples) -> str:
-    """Shape of an input, and how its pixels are scaled: what must be the same for all who share a net."""
+    """The shape of an input and the scaling of its pixels, which must be the same for all that share a net."""
     shape = "x".join(map(str, examples.x.shape[1:]))
     if examples.x.dtype == torch.uint8:
         return f"{shape} pixels with mean {examples.pixels.mean} and std {examples.pixels.std}"

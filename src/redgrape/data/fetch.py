@@ -1,4 +1,4 @@
-"""Fetching the public image sets. A file appears under its name only when it is complete and has its digest."""
+"""Downloads the public image sets. A file appears under its name only once it is complete and its digest matches."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ def fetch(
     base_urls: Sequence[str] | None = None,
     progress: Progress | None = None,
 ) -> Path:
-    """The folder of this image set, after fetching the files that are missing or damaged.
+    """Fetch the missing or damaged files of this image set and return its folder.
 
-    base_urls: other homes to fetch from, tried in turn, to which a file's name is appended.
-    progress: called with the file's name, the bytes so far, and the bytes in all where the server tells.
+    base_urls: other addresses to fetch from, tried in turn; a file's name is appended.
+    progress: called with the file's name, the bytes so far, and the total if the server gives it.
     """
     if name not in DATASETS:
         raise unknown("dataset to fetch", name, DATASETS)
@@ -56,7 +56,7 @@ def fetch(
 def _fetch_one(
     published: str, missing: list[str], dataset: Dataset, homes: Sequence[str], folder: Path, progress: Progress | None
 ) -> None:
-    """Fetch one file as it is published, from the first home that has it right, and put in place what it brings."""
+    """Fetch one published file from the first address with a correct copy, and install its contents."""
     failures = []
     for home in homes:
         try:
@@ -95,7 +95,7 @@ def _download(url: str, name: str, progress: Progress | None) -> Iterator[bytes]
 
 
 def _extract(archive: Path, missing: list[str], dataset: Dataset, folder: Path) -> None:
-    """Take the missing files out of the archive. Names in it are only compared with ours, never used as paths."""
+    """Extract the missing files from the archive. Its names are only compared with ours, never used as paths."""
     targets = {f"{dataset.folder}/{file}": file for file in missing}
     try:
         with tarfile.open(archive, "r|gz") as tar:
@@ -126,7 +126,7 @@ def _is_right(path: Path, expected: str) -> bool:
 
 @contextmanager
 def _partial(path: Path) -> Iterator[Path]:
-    """A name next to the path, on the same file system, that is gone afterwards."""
+    """A temporary name next to the path, on the same file system, removed afterwards."""
     partial = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         yield partial

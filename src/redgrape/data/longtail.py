@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 def exponential(counts: Sequence[int], ir: float, head_cap: int | None = None) -> list[int]:
     """n_c = int(n_0 * IR^(-c / (C - 1))), classes in label order (Cui et al., CVPR 2019; Cao et al., NeurIPS 2019).
 
-    n_0 is the size of class 0, or head_cap where that is smaller. A class comes out empty where IR exceeds n_0.
+    n_0 is the size of class 0, or head_cap if that is smaller. A class may be empty if IR exceeds n_0.
     """
     _check(counts, ir, head_cap)
     n_0, last = _cap(counts[0], head_cap), len(counts) - 1
@@ -35,7 +35,7 @@ def exponential(counts: Sequence[int], ir: float, head_cap: int | None = None) -
 
 
 def binary(counts: Sequence[int], ir: float, tail_classes: Sequence[int], head_cap: int | None = None) -> list[int]:
-    """The tail classes keep 1/IR of their (capped) size, at least one example; the others stay full."""
+    """The tail classes keep 1/IR of their (capped) size, at least one example. The others keep all."""
     _check(counts, ir, head_cap)
     for c in tail_classes:
         if not 0 <= c < len(counts):
@@ -47,13 +47,13 @@ def binary(counts: Sequence[int], ir: float, tail_classes: Sequence[int], head_c
 
 
 def natural(counts: Sequence[int], head_cap: int | None = None) -> list[int]:
-    """The sizes as they are, with an optional cap on every class."""
+    """The sizes unchanged, with an optional cap on every class."""
     _check(counts, 1.0, head_cap)
     return [_cap(count, head_cap) for count in counts]
 
 
 def choose(labels: Rows, sizes: Sequence[int], seed: int, purpose: str = "long tail") -> Rows:
-    """Sorted rows with sizes[c] examples of class c, drawn without replacement from the stream of (purpose, class)."""
+    """Sorted rows with sizes[c] examples of class c, drawn without replacement by the key (purpose, class)."""
     chosen = []
     for c, size in enumerate(sizes):
         rows = np.flatnonzero(labels == c)
@@ -69,7 +69,7 @@ def _cap(count: int, head_cap: int | None) -> int:
 
 def _check(counts: Sequence[int], ir: float, head_cap: int | None) -> None:
     if len(counts) < 2:
-        raise ConfigError(f"imbalance among {len(counts)} class has no meaning; the data needs at least 2 classes")
+        raise ConfigError(f"imbalance is meaningless with {len(counts)} class; the data needs at least 2 classes")
     if not (math.isfinite(ir) and ir >= 1):
         raise ConfigError(f"ir is {ir:g}; the imbalance ratio must be a finite number of at least 1")
     if head_cap is not None and head_cap < 1:

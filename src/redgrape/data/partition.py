@@ -1,7 +1,7 @@
 """Partitions: which client holds which training rows. Every row goes to exactly one client.
 
-Each kind is one function (labels, clients, alpha, seed) -> owner, the client of each row. The alphas of different kinds
-are not comparable: see each kind's docstring.
+Each kind is a function (labels, clients, alpha, seed) -> owner, the client of each row. The alphas of different kinds
+are not comparable: see the docstring of each kind.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ CREFF_GROUP = 10
 def partition(
     labels: Rows, kind: str, clients: int, alpha: float, seed: int, natural: NDArray[Any] | None = None
 ) -> list[Rows]:
-    """Each client's rows, sorted. `natural` holds each row's client for the kind of that name, which takes the number
-    of clients from it and needs neither `clients` nor `alpha`."""
+    """Each client's rows, sorted. `natural` holds each row's client for the kind of that name. That kind takes the
+    number of clients from it and needs neither `clients` nor `alpha`."""
     if kind == "natural":
         return _by_owner(*_natural(labels, natural))
     if kind not in KINDS:
@@ -46,8 +46,8 @@ def partition(
 def _class_dirichlet(labels: Rows, clients: int, alpha: float, seed: int) -> Rows:
     """Each class is cut among the clients in proportions ~ Dir(alpha 1_K) (Yurochkin et al., ICML 2019; NIID-Bench).
 
-    Client sizes differ. A draw that leaves a client fewer than max(2, min(10, N / 2K)) rows is drawn again, a few
-    times; what is still missing then moves over from the largest clients.
+    Client sizes differ. A draw that leaves a client fewer than max(2, min(10, N / 2K)) rows is repeated a few times.
+    Rows that are still missing are then moved from the largest clients.
     """
     least = min(max(2, min(10, len(labels) // (2 * clients))), len(labels) // clients)
     for attempt in range(ATTEMPTS):
@@ -65,9 +65,9 @@ def _prior_dirichlet(labels: Rows, clients: int, alpha: float, seed: int) -> Row
     """Each client draws its class mixture q_k ~ Dir(alpha * global prior) and takes floor(N / K) rows, the last client
     the rest (the idea of Hsu et al., 2019, with the refill of FedNLP, as RedGrape uses it).
 
-    Classes are served in label order. What a class can no longer give is refilled from the other classes in proportion
-    to what they have left, rounded up, the scarcest first. With many classes a small alpha asks for more of one class
-    than there is, and the refill then makes clients alike: skew is not monotone in alpha.
+    Classes are processed in label order. Rows that a class cannot provide are refilled from the other classes, in
+    proportion to what they have left, rounded up, the scarcest first. With many classes a small alpha asks for more of
+    one class than exists, and the refill then makes clients alike: skew is not monotone in alpha.
     """
     random = numpy_stream(seed, "partition prior_dirichlet")
     classes, counts = np.unique(labels, return_counts=True)
@@ -92,9 +92,9 @@ def _prior_dirichlet(labels: Rows, clients: int, alpha: float, seed: int) -> Row
 def _creff(labels: Rows, clients: int, alpha: float, seed: int) -> Rows:
     """CReFF's partition (Shang et al., IJCAI 2022): clients in groups of ten, each group on a random chunk of the rows.
 
-    In a group each class is cut by Dir(alpha 1) among the clients that hold less than their share so far; the group is
-    drawn again while a client has less than half of its share. Last, all rows in the order of their clients are cut
-    into equal parts, which shifts every boundary a little.
+    In a group each class is divided by Dir(alpha 1) among the clients that hold less than their share so far. The group
+    is drawn again while a client has less than half of its share. Finally all rows, in the order of their clients, are
+    cut into equal parts, which shifts every boundary a little.
     """
     random = numpy_stream(seed, "partition creff")
     shuffled = random.permutation(len(labels))
@@ -117,7 +117,7 @@ def _creff_group(labels: Rows, clients: int, alpha: float, random: np.random.Gen
         sizes = np.zeros(clients, dtype=np.int64)
         for c in np.unique(labels):
             rows = np.flatnonzero(labels == c)
-            open_clients = np.flatnonzero(sizes < share)  # Dir(alpha) masked and made to sum to one is Dir on the rest
+            open_clients = np.flatnonzero(sizes < share)  # Dir(alpha), masked and normalised, is Dir on the rest
             owner[rows] = open_clients[_cut(len(rows), _dirichlet(random, np.full(len(open_clients), alpha)))]
             sizes += np.bincount(owner[rows], minlength=clients)
         if sizes.min() >= int(share / 2):
@@ -126,7 +126,7 @@ def _creff_group(labels: Rows, clients: int, alpha: float, random: np.random.Gen
 
 
 def _iid(labels: Rows, clients: int, alpha: float, seed: int) -> Rows:
-    """A random cut into equal parts; alpha plays no role."""
+    """A random split into equal parts; alpha is not used."""
     owner = np.empty(len(labels), dtype=np.int64)
     for client, rows in enumerate(
         np.array_split(numpy_stream(seed, "partition iid").permutation(len(labels)), clients)
@@ -136,7 +136,7 @@ def _iid(labels: Rows, clients: int, alpha: float, seed: int) -> Rows:
 
 
 def _natural(labels: Rows, natural: NDArray[Any] | None) -> tuple[Rows, int]:
-    """The clients that the data names, numbered in sorted order; those left without a row drop out."""
+    """The clients that the data names, numbered in sorted order; those without rows drop out."""
     if natural is None:
         raise DataError(
             "this data names no clients; give it a `client` array or choose another partition than 'natural'"
@@ -168,9 +168,9 @@ def _dirichlet(random: np.random.Generator, concentration: NDArray[np.float64]) 
 
 
 def _cut(n: int, proportions: NDArray[np.float64]) -> Rows:
-    """The part of each of n items, cut in order in these proportions.
+    """The part of each of n items, divided in order in these proportions.
 
-    Boundaries are rounded, not cut off: else the last part would hold an item of every class, however rare.
+    Boundaries are rounded, not truncated: else the last part would hold an item of every class, however rare.
     """
     ends = np.rint(np.cumsum(proportions) * n)
     ends[np.flatnonzero(proportions)[-1] :] = n
@@ -178,7 +178,7 @@ def _cut(n: int, proportions: NDArray[np.float64]) -> Rows:
 
 
 def _refill(left: Rows, missing: int) -> Rows:
-    """`missing` items from what is left of each class, in proportion, rounded up, the scarcest class first."""
+    """Take `missing` items from what is left of each class, in proportion, rounded up, the scarcest class first."""
     if missing == 0:
         return np.zeros_like(left)
     scarcest = np.argsort(left, kind="stable")
@@ -189,8 +189,8 @@ def _refill(left: Rows, missing: int) -> Rows:
 
 
 def _top_up(owner: Rows, clients: int, least: int, random: np.random.Generator) -> Rows:
-    """The same owners with at least `least` rows for every client: the missing ones leave the largest clients, one at a
-    time from whichever is the largest then, which lowers all of them to one level."""
+    """Move rows so that every client has at least `least`. They come one at a time from whichever client is then the
+    largest, which lowers the largest clients to one level."""
     sizes = np.bincount(owner, minlength=clients)
     missing = np.maximum(least - sizes, 0)
     low, high = least, int(sizes.max())  # the highest level that frees enough rows lies in [low, high]

@@ -1,4 +1,4 @@
-"""From options to a federation: load, hold out a validation set, make the long tail, divide among clients."""
+"""Makes a federation from options: load, hold out a validation set, make the long tail, divide among clients."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ AT_SITES = "sites"  # the source of a deployed run
 
 
 def _list_to_tuple(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value  # TOML has lists only
+    return tuple(value) if isinstance(value, list) else value  # TOML has only lists
 
 
 class DataOptions(BaseModel):
-    """Which data, how imbalanced, and how it is divided among the clients. One's own data keeps its imbalance unless
-    another is asked for."""
+    """Which data, how imbalanced, and how divided among the clients. A user's own data keeps its imbalance unless
+    another is set."""
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
 
@@ -38,7 +38,7 @@ class DataOptions(BaseModel):
         description="digits, mnist, fashion_mnist, cifar10, cifar100, or a path: a folder of images or an .npz file",
     )
     image_size: int | None = Field(
-        None, ge=1, le=LARGEST_SIDE, description="resize a folder's images to so many pixels square"
+        None, ge=1, le=LARGEST_SIDE, description="resize a folder's images to squares with this side, in pixels"
     )
     imbalance: Literal["exponential", "binary", "natural"] = Field(
         "exponential",
@@ -62,9 +62,9 @@ class DataOptions(BaseModel):
         le=10**9,
         description="training examples of each class taken from the clients for methods that need them",
     )
-    crop: int = Field(0, ge=0, le=1000, description="augmentation: pad by so many pixels and cut a random window")
-    flip: bool = Field(False, description="augmentation: mirror images by a coin")
-    cutout: int = Field(0, ge=0, le=10_000, description="augmentation: blank a random square of so many pixels")
+    crop: int = Field(0, ge=0, le=1000, description="augmentation: pad by this many pixels and cut a random window")
+    flip: bool = Field(False, description="augmentation: mirror images at random")
+    cutout: int = Field(0, ge=0, le=10_000, description="augmentation: blank a random square with this side, in pixels")
 
     @model_validator(mode="before")
     @classmethod
@@ -76,20 +76,20 @@ class DataOptions(BaseModel):
 
 
 def prepare(options: DataOptions, seed: int, root: Path | None = None) -> Federation:
-    """The federation of these options. Its parts are rows of the source's training examples, which are not copied."""
+    """The federation for these options. Its parts are rows of the source's training examples, which are not copied."""
     if options.source == AT_SITES:
-        raise ConfigError("the data of this run is at the sites of a deployment; `redgrape deploy run` goes on with it")
+        raise ConfigError("the data of this run is at the sites of a deployment; continue with `redgrape deploy run`")
     source = load(options.source, root, seed=seed, image_size=options.image_size)
     num_classes = len(source.class_names)
     labels = source.train.labels.numpy()
     never_trained = np.setdiff1d(source.test.labels.numpy(), labels)
     if len(never_trained):
         raise DataError(
-            f"{options.source}: class '{source.class_names[never_trained[0]]}' has test examples and no training "
-            "example; remove them, or add some to train with"
+            f"{options.source}: class '{source.class_names[never_trained[0]]}' has test examples but no training "
+            "examples; remove them, or add training examples"
         )
 
-    # before the long tail, so that both sets are balanced where the data allows it
+    # before the long tail, so that both sets are balanced if the data allows it
     everything = np.arange(len(labels))
     held_out = _balanced(labels, everything, num_classes, options.validation, seed, "validation")
     remaining = np.setdiff1d(everything, held_out)
@@ -117,7 +117,7 @@ def prepare(options: DataOptions, seed: int, root: Path | None = None) -> Federa
 
 
 def _balanced(labels: Rows, rows: Rows, num_classes: int, size: int, seed: int, purpose: str) -> Rows:
-    """`size` of these rows of each class, at most half of a class."""
+    """`size` of these rows per class, but at most half of a class."""
     counts = np.bincount(labels[rows], minlength=num_classes)
     return rows[longtail.choose(labels[rows], np.minimum(size, counts // 2).tolist(), seed, purpose)]
 

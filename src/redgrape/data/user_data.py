@@ -1,7 +1,7 @@
 """A user's own data: a folder of images with one sub-folder per class, or an .npz file of arrays.
 
-Nothing is loaded that can be mapped: images are decoded once into a cache file, and the uncompressed arrays of an .npz
-file are mapped where they lie, so that both may be larger than memory.
+Data is mapped, not loaded, if possible. Images are decoded once into a cache file, and the uncompressed arrays of an
+.npz file are mapped in place, so both may be larger than memory.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ if TYPE_CHECKING:
 
     Rows = NDArray[np.int64]
 
-IMAGE_FORMATS = ["PNG", "JPEG", "BMP", "GIF", "WEBP", "TIFF"]  # others may call programs, as PostScript does
+IMAGE_FORMATS = ["PNG", "JPEG", "BMP", "GIF", "WEBP", "TIFF"]  # others may run programs, as PostScript does
 IMAGE_SUFFIXES = {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff"}
 TEST_SHARE = 0.2
 LARGEST_SIDE = 4096  # pixels
 SHA256 = 32  # bytes
-LARGE, UNLIKELY = 1 << 30, 200  # bytes, and how many times smaller no honest array of that size gets
+LARGE, UNLIKELY = 1 << 30, 200  # bytes, and a compression ratio that no honest array of that size reaches
 
 
 def load(
@@ -46,32 +46,32 @@ def load(
     hold_out: bool = True,
     fewest_classes: int = 2,
 ) -> Source:
-    """The data at this path; the cache of decoded images lies under `root`. Data that brings no test set gives some of
-    its rows for one, unless they are not to be held out. A part of the data may have but one class folder."""
+    """The data at this path. The cache of decoded images is under `root`. Data without a test set gives some of its
+    rows for one if `hold_out`. `fewest_classes`: a part of the data may have a single class folder."""
     if durable.ordinary(path, DataError).is_dir():
         return _from_folder(path, root, seed, image_size, hold_out, fewest_classes)
     if path.suffix != ".npz":
         raise ConfigError(f"{path} is neither a folder of images nor an .npz file")
     if image_size is not None:
-        raise ConfigError(f"image_size is for folders of images; the arrays of {path} are taken as they are")
+        raise ConfigError(f"image_size is for folders of images; the arrays of {path} are not resized, so leave it out")
     return _from_npz(path, seed, hold_out)
 
 
 def held_out_rows(labels: Rows, num_classes: int, seed: int) -> Rows:
-    """The test rows of data that brings no test set: 20 % of each class, at least one and at most half of it."""
+    """The test rows of data without a test set: 20 % of each class, at least one example and at most half of them."""
     counts = np.bincount(labels, minlength=num_classes).tolist()
     return choose(labels, [min(max(1, round(TEST_SHARE * n)), n // 2) for n in counts], seed, "held-out test")
 
 
 def _split(everything: Examples, test_rows: Rows) -> tuple[Rows, Examples, Examples]:
-    """The training rows, and both sets as views of the same arrays without a common row."""
+    """The training rows, and both sets as views of the same arrays. They share no row."""
     train_rows = np.setdiff1d(np.arange(len(everything)), test_rows)
     return train_rows, everything.take(train_rows), everything.take(test_rows)
 
 
 @dataclass(frozen=True)
 class _Listing:
-    """The images of a folder in a fixed order, each with its class and whether it is of the test set."""
+    """The images of a folder in a fixed order, each with its class and whether it is in the test set."""
 
     folder: Path
     class_names: list[str]
@@ -142,15 +142,15 @@ def images_of_class(class_folder: Path, folder: Path) -> list[Path]:
         raise DataError(f"{class_folder} holds no images; remove the folder or add images of its class")
     for path in found:
         if not path.is_file():
-            raise DataError(f"{path} is not a file, or a link to nothing; remove it")
+            raise DataError(f"{path} is not a file, or a broken link; remove it")
         if not path.resolve().is_relative_to(folder.resolve()):
-            raise DataError(f"{path} is a link to a place outside of {folder}; put a copy there instead")
+            raise DataError(f"{path} is a link to a place outside {folder}; replace it by a copy")
     return found
 
 
 def _decoded(listing: _Listing, root: Path, image_size: int | None) -> NDArray[np.uint8]:
-    """The images as [n, channels, height, width], mapped from a cache file named by the listing it was made from, which
-    ends in the SHA-256 of what comes before."""
+    """The images as [n, channels, height, width], mapped from a cache file. The file is named after the listing it was
+    made from and ends in the SHA-256 of its content."""
     key = hashlib.sha256(f"1 {image_size}\n".encode())
     for path in listing.paths:
         status = path.stat()
@@ -158,7 +158,7 @@ def _decoded(listing: _Listing, root: Path, image_size: int | None) -> NDArray[n
     cache = root / "decoded" / f"{key.hexdigest()[:32]}.npy"
     try:
         return _mapped_npy(cache, len(listing.paths))
-    except (OSError, ValueError, EOFError):  # not there yet, or damaged
+    except (OSError, ValueError, EOFError):  # missing or damaged
         cache.parent.mkdir(parents=True, exist_ok=True)
         _decode(listing, cache, image_size)
         return _mapped_npy(cache, len(listing.paths))
@@ -176,7 +176,7 @@ def _mapped_npy(path: Path, n: int) -> NDArray[np.uint8]:
 
 
 def _digest_of(file: BinaryIO, size: int) -> bytes:
-    """Of the next so many bytes, in blocks: they may be more than memory."""
+    """The digest of the next `size` bytes, read in blocks: they may exceed memory."""
     digest = hashlib.sha256()
     while size > 0 and (block := file.read(min(size, 1 << 20))):
         digest.update(block)
@@ -185,7 +185,7 @@ def _digest_of(file: BinaryIO, size: int) -> bytes:
 
 
 def _decode(listing: _Listing, cache: Path, image_size: int | None) -> None:
-    """Decode every image into the cache file, which appears complete or not at all."""
+    """Decode every image into the cache file, which appears only when complete."""
     modes_and_sizes = [open_image(path, lambda image: (image.mode, image.size)) for path in listing.paths]
     mode = "L" if all(found in ("L", "1") for found, _ in modes_and_sizes) else "RGB"
     width, height = modes_and_sizes[0][1] if image_size is None else (image_size, image_size)
@@ -211,7 +211,7 @@ def _decode(listing: _Listing, cache: Path, image_size: int | None) -> None:
     try:
         decoded = np.lib.format.open_memmap(partial, mode="w+", dtype=np.uint8, shape=shape)
         with partial.open("r+b") as file:
-            if hasattr(os, "posix_fallocate"):  # a full disk must not end a write into a map
+            if hasattr(os, "posix_fallocate"):  # a full disk must not kill a write into a map
                 os.posix_fallocate(file.fileno(), 0, partial.stat().st_size)
             for row, path in enumerate(listing.paths):
                 decoded[row] = open_image(path, pixels)
@@ -234,7 +234,7 @@ def open_image(path: Path, use: Any) -> Any:
             warnings.simplefilter("error", Image.DecompressionBombWarning)
             with Image.open(durable.ordinary(path, DataError), formats=IMAGE_FORMATS) as image:
                 return use(image)
-    except Exception as error:  # decoders raise anything at damaged files
+    except Exception as error:  # decoders raise anything for damaged files
         raise DataError(f"{path} cannot be read as an image ({one_line(error)}); replace or remove it") from error
 
 
@@ -249,7 +249,7 @@ def _from_npz(path: Path, seed: int, hold_out: bool) -> Source:
         _same_length(path, "client", clients, x)
     if "x_test" in arrays or "y_test" in arrays:
         if "test" in arrays:
-            raise DataError(f"{path} has both `test` and `x_test`, `y_test`; give the test set in one way")
+            raise DataError(f"{path} has both `test` and `x_test`, `y_test`; give the test set in one way only")
         x_test, y_test = as_inputs(arrays["x_test"], f"{path}: x_test"), as_labels(arrays["y_test"], f"{path}: y_test")
         _same_length(path, "y_test", y_test, x_test)
         if (x_test.shape[1:], x_test.dtype) != (x.shape[1:], x.dtype):
@@ -272,7 +272,7 @@ def _from_npz(path: Path, seed: int, hold_out: bool) -> Source:
 
 
 class Arrays:
-    """The arrays of an .npz file by name: mapped where they are stored as they are, read where they are compressed."""
+    """The arrays of an .npz file by name: mapped if stored uncompressed, read if compressed."""
 
     def __init__(self, path: Path) -> None:
         self.path = durable.ordinary(path, DataError)
@@ -300,8 +300,8 @@ class Arrays:
             raise DataError(f"{self.path}: array `{name}` cannot be read ({one_line(error)})") from error
 
     def _mapped(self, member: zipfile.ZipInfo) -> Any:
-        """A local file header is 30 bytes, of which 26-27 and 28-29 hold the lengths of the name and of the extra field
-        that follow it; then comes the .npy file."""
+        """A local file header has 30 bytes. Bytes 26-27 and 28-29 hold the lengths of the name and the extra field that
+        follow it. Then comes the .npy file."""
         with self.path.open("rb") as file:
             file.seek(member.header_offset)
             header = file.read(30)
@@ -327,15 +327,15 @@ def _npy_header(file: BinaryIO) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
         return np.lib.format.read_array_header_1_0(file)
     if version == (2, 0):
         return np.lib.format.read_array_header_2_0(file)
-    raise ValueError(f"version {version} of the .npy format is not known")
+    raise ValueError(f"unknown version {version} of the .npy format")
 
 
 def as_inputs(x: Any, what: str) -> Any:
-    """Floats as they are; uint8 images with the channels first."""
+    """Floats unchanged; uint8 images with the channels first."""
     if not x.dtype.isnative:
         x = x.astype(x.dtype.newbyteorder("="))
     if 0 in x.shape[1:]:
-        raise DataError(f"{what} has shape {x.shape}; an example of no numbers tells nothing")
+        raise DataError(f"{what} has shape {x.shape}; an example must hold at least one number")
     if x.dtype == np.uint8:
         if x.ndim == 3:
             return x[:, None]
@@ -356,7 +356,7 @@ def as_inputs(x: Any, what: str) -> Any:
 
 
 def _check_range(x: Any, what: str) -> None:
-    """Raise DataError for a number that is infinite as float32, in which nets compute."""
+    """Raise DataError for a number that overflows float32, in which nets compute."""
     for start in range(0, len(x), 4096):  # in blocks: x may be larger than memory
         block = x[start : start + 4096]
         beyond = np.argwhere(np.isfinite(block) & (np.abs(block) > np.finfo(np.float32).max))

@@ -26,8 +26,8 @@ Split: TypeAlias = Literal["test", "validation"]
 
 
 class Answer(NamedTuple):
-    """What one client's round gives: its update for the server, and its new state, which stays with the client; and
-    which round that was, so that an answer that comes late is not taken for another's."""
+    """The result of one client's round: its update for the server, and its new state, which stays with the client.
+    The round number keeps a late answer from being taken for another round's."""
 
     update: Tree
     state: Tree
@@ -35,7 +35,7 @@ class Answer(NamedTuple):
 
 
 class SumOfAnswers(NamedTuple):
-    """The sum of the clients' summands, which counts as a whole or not at all; and the new state of each of them."""
+    """The sum of the clients' summands, accepted or rejected as a whole, and the new state of each client."""
 
     total: Tree
     states: Mapping[ClientId, Tree]
@@ -43,24 +43,25 @@ class SumOfAnswers(NamedTuple):
 
 
 class Lost(NamedTuple):
-    """A client that gave no answer, and why."""
+    """A client that did not answer, and why."""
 
     reason: str
 
 
 class Engine(Protocol):
-    """Runs the client half of a method somewhere, and evaluates models where the clients run."""
+    """Runs the client half of a method and evaluates models in the same place."""
 
     def run_clients(
         self, broadcast: Tree, clients: Sequence[ClientId], states: Mapping[ClientId, Tree], round: int
     ) -> Iterator[tuple[ClientId | None, Answer | SumOfAnswers | Lost]]:
-        """One round of these clients: their answers as they arrive, in any order; or their sum alone, of no client. May
-        answer for fewer than were asked, and say why. Nothing is checked here. `states` has those of the clients that
-        have one. A state may lie on a disk and is looked up when its client runs, so not all are in memory at once."""
+        """Run one round of these clients. Yield their answers as they arrive, in any order, or only their sum, with
+        None as the client. Some clients may be lost; the reason is given. Nothing is checked here. `states` holds the
+        states of clients that have one. A state may lie on disk. It is looked up when its client runs, so not all are
+        in memory at once."""
         ...
 
     def survey(self, clients: Sequence[ClientId]) -> Iterator[tuple[ClientId | None, Tree]]:
-        """These clients' answers to Method.survey, in the order of their ids; or their sum alone, of no client."""
+        """These clients' answers to Method.survey, in order of their ids; or only their sum, with None as client."""
         ...
 
     def evaluate(self, model: Tensors, split: Split) -> Scores: ...
@@ -76,7 +77,7 @@ class Engine(Protocol):
 
 @dataclass(frozen=True)
 class ClientHalf:
-    """What any engine needs to run one client or evaluate one batch: the same code at every place."""
+    """What any engine needs to run one client or evaluate one batch. All engines share this code."""
 
     method: Method
     federation: ClientData
@@ -84,7 +85,7 @@ class ClientHalf:
     seed: int
     rounds: int
     device: torch.device
-    stack: int = 1  # how many clients of equal size are trained as one (engines/stacked.py)
+    stack: int = 1  # number of clients of equal size trained as one (engines/stacked.py)
     exchange: Exchange = Exchange()  # noqa: RUF009  # it is frozen
 
     def site(self, client: ClientId, round: int) -> ClientSite:
@@ -102,7 +103,7 @@ class ClientHalf:
         )
 
     def run(self, client: ClientId, broadcast: Tree, state: Tree | None, round: int) -> Answer:
-        """One client's round. `state`: None before its first."""
+        """Run one client's round. `state` is None before its first."""
         keep_freed_memory()
         site = self.site(client, round)
         with same_bits_everywhere(), determinism.global_stream(determinism.key(self.seed, "global", round, client)):
@@ -116,7 +117,7 @@ class ClientHalf:
         return self.exchange.leave(update, self.method.parts(broadcast["model"], site), site.class_counts)
 
     def groups(self, clients: Iterable[ClientId]) -> list[list[ClientId]]:
-        """The clients that are run together, the largest first: one by one, or stacks of equal size."""
+        """Groups of clients to run together, largest first: single clients, or stacks of clients of equal size."""
         by_size: dict[int, list[ClientId]] = {}
         for k in sorted(clients):
             by_size.setdefault(self.federation.size(k), []).append(k)
@@ -137,7 +138,7 @@ class ClientHalf:
         return [Answer(*answer, round) for answer in answers]
 
     def summand(self, client: ClientId, broadcast: Tree, update: Tree, round: int) -> Tree:
-        """What the client adds to a secure sum in place of its update."""
+        """What the client adds to a secure sum instead of its update."""
         with same_bits_everywhere():
             parts = self.method.parts(broadcast["model"], self.site(client, round))
             return self.exchange.summand(tree.ordered(update), parts, self.federation.num_classes)
@@ -154,7 +155,7 @@ class ClientHalf:
         return examples
 
     def score(self, model: Tensors, split: Split, starts: range) -> list[tuple[Tensor, float]]:
-        """The scores of the batches that begin at these rows."""
+        """The scores of the batches that start at these rows."""
         examples = self.examples(split)
         site = Site(
             self.build,
@@ -171,7 +172,7 @@ class ClientHalf:
 
 
 def create(half: ClientHalf, workers: int, deadline: float | None = None) -> Engine:
-    """Worker processes where there are several, else this process, which knows no deadline."""
+    """A pool of worker processes if there are several workers, else this process, which has no deadline."""
     from redgrape.engines.in_process import InProcess
     from redgrape.engines.pool import Pool
 

@@ -1,7 +1,7 @@
-"""Loaded by the server process that forks the workers, and by no other: it ends with the coordinator, come what may.
+"""Loaded only by the server process that forks the workers. That process always ends with the coordinator.
 
-It takes the workers with it, also one that hangs (see `PR_SET_PDEATHSIG` in pool.py), and the temporary folder of its
-socket, which the coordinator cannot remove when it is killed.
+It takes the workers with it, even one that hangs (see `PR_SET_PDEATHSIG` in pool.py). It also removes the temporary
+folder of its socket, which a killed coordinator cannot remove.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ COORDINATOR, SERVER = os.getppid(), os.getpid()
 
 
 def _end(*_: object) -> None:
-    if os.getpid() == SERVER and os.getppid() != COORDINATOR:  # the signal also comes when a thread of it ends
+    if os.getpid() == SERVER and os.getppid() != COORDINATOR:  # the signal also comes when one of its threads ends
         _remove_socket()
         os._exit(0)
 
@@ -37,4 +37,4 @@ def _end(*_: object) -> None:
 if sys.platform == "linux":
     for number in (signal.SIGCONT, signal.SIGTERM):
         signal.signal(number, _end)
-    ctypes.CDLL(None).prctl(1, signal.SIGCONT)  # PR_SET_PDEATHSIG: when the parent ends; this one wakes the stopped too
+    ctypes.CDLL(None).prctl(1, signal.SIGCONT)  # PR_SET_PDEATHSIG: at the parent's end; also wakes a stopped process

@@ -1,4 +1,4 @@
-"""Clients one after another in this process."""
+"""Runs clients one after another in this process."""
 
 from __future__ import annotations
 

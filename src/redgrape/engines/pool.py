@@ -1,9 +1,9 @@
-"""Clients in persistent worker processes, one thread each.
+"""Runs clients in persistent worker processes, one thread each.
 
-Whole clients go to whichever worker is free, the longest first. What crosses is named tensors, in memory that the
-coordinator shares with each worker: the broadcast once to each worker and round, a client's state to the worker that
-runs it, its answer back. A worker that dies or misses its deadline is replaced and its client run again; the same keys
-give the same bits. A client that costs three workers is given up for the round.
+Each client goes to a free worker, the longest first. Processes exchange named tensors through memory that the
+coordinator shares with each worker: the broadcast once per worker and round, a client's state to the worker that runs
+it, and its answer back. A worker that dies or misses its deadline is replaced, and its client runs again; the same keys
+give the same bits. A client that takes down three workers is given up for the round.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ from redgrape.nets.net import Net
 from redgrape.tree import Tensors, Tree
 
 START_DEADLINE = 120.0  # seconds
-ATTEMPTS = 3  # how often one task may take its worker down before it is given up
-AHEAD = 8  # tasks at most that a worker has beside the one it is at
-OUTBOXES = 512 << 20  # bytes of answers that lie in the memory shared with all workers until a round ends
+ATTEMPTS = 3  # a task is given up after taking its worker down this often
+AHEAD = 8  # most tasks queued at a worker besides its current one
+OUTBOXES = 512 << 20  # bytes of answers kept in shared memory, over all workers, until a round ends
 
 
 class Pool:
-    """`deadline`: seconds after which a worker that has not answered is taken for hung (None: never)."""
+    """`deadline`: seconds after which a worker that has not answered counts as hung (None: never)."""
 
     def __init__(self, half: ClientHalf, workers: int, deadline: float | None = None) -> None:
         self._needs_main = _check_importable(half)
@@ -80,9 +80,9 @@ class Pool:
             try:
                 process.start()
             except OSError as error:
-                if "path too long" in str(error):  # of the socket at which the server process listens
+                if "path too long" in str(error):  # the path of the server process's socket
                     raise ConfigError(
-                        f"the name of the folder for temporary files is too long ('{tempfile.gettempdir()}'); "
+                        f"the path of the temporary folder is too long ('{tempfile.gettempdir()}'); "
                         "set TMPDIR to a shorter one, or use --workers 1"
                     ) from error
                 raise
@@ -111,7 +111,7 @@ class Pool:
 
     def evaluate(self, model: Tensors, split: Split) -> Scores:
         starts = evaluation.batch_starts(self._half.examples(split))
-        share = -(-len(starts) // len(self._workers))  # batches a worker, rounded up
+        share = -(-len(starts) // len(self._workers))  # batches per worker, rounded up
         tasks = range(0, len(starts), share)
         parts: dict[int, Tree] = {}
         for i, part in self._run("score", tasks, lambda i: _Job((split, starts[i : i + share])), model):
@@ -123,12 +123,12 @@ class Pool:
     def _run(
         self, kind: str, tasks: Sequence[int], job: Callable[[int], _Job], payload: Tree
     ) -> Iterator[tuple[int, Tree | Lost]]:
-        """The job of every task to a free worker; the answers as they come. `payload` goes once to each worker."""
+        """Give each task's job to a free worker and yield the answers as they come. Each worker gets `payload` once."""
         try:
             yield from self._run_all(kind, tasks, job, payload)
-        except BaseException:  # also where nobody wants the rest of the answers
+        except BaseException:  # also when the caller stops early
             for i, worker in enumerate(self._workers):
-                if worker.tasks:  # its answers must not be taken for those of later tasks
+                if worker.tasks:  # its answers must not be mistaken for those of later tasks
                     self._replace(i)
             raise
 
@@ -136,12 +136,12 @@ class Pool:
         self, kind: str, tasks: Sequence[int], job: Callable[[int], _Job], payload: Tree
     ) -> Iterator[tuple[int, Tree | Lost]]:
         waiting, failures, missing = deque(tasks), dict.fromkeys(tasks, 0), len(tasks)
-        fresh = set(self._workers)  # have not got the payload yet
+        fresh = set(self._workers)  # workers without the payload yet
         arrived: list[tuple[int, Tree | Lost]] = []
         while missing:
             for i in range(len(self._workers)):
-                # Several at once while there are many, so that a worker goes on when this process is busy; at the end
-                # one by one, so that none waits behind another.
+                # Queue several tasks per worker while many are left, so that workers go on while this process is busy.
+                # Near the end assign one by one, so that no task waits behind another.
                 while waiting and len(self._workers[i].tasks) <= min(AHEAD, len(waiting) // (4 * len(self._workers))):
                     if not self._workers[i].tasks and not self._workers[i].process.is_alive():
                         fresh.add(self._replace(i))
@@ -152,7 +152,7 @@ class Pool:
                     worker.assign(task, self._deadline)
                     worker.send(kind, job(task), payload if worker in fresh else None)
                     fresh.discard(worker)
-            yield from arrived  # only now, when no worker waits for something to do
+            yield from arrived  # only now, when no worker is idle for lack of a task
             missing -= len(arrived)
             arrived = []
             for worker in self._answering() if missing else ():
@@ -164,7 +164,7 @@ class Pool:
                 elif status == "error":
                     raise _error_in_client(kind, worker.tasks[0], value)
                 else:
-                    task = worker.tasks[0]  # the one it was at; the others had not begun
+                    task = worker.tasks[0]  # its current task; the others had not begun
                     failures[task] += 1
                     if failures[task] == ATTEMPTS:
                         arrived.append((worker.tasks.popleft(), Lost(value)))
@@ -201,10 +201,10 @@ class Pool:
 
 
 def _wait(things: list[Any], timeout: float | None) -> set[Any]:
-    """Those of the connections and process handles that have something to tell."""
+    """The connections and process handles that are ready."""
     if not hasattr(select, "poll"):  # Windows
         return set(wait(things, timeout))
-    poll = select.poll()  # multiprocessing's wait does the same, ten times as slowly
+    poll = select.poll()  # multiprocessing's wait does the same ten times more slowly
     by_number = {thing if isinstance(thing, int) else thing.fileno(): thing for thing in things}
     for number in by_number:
         poll.register(number, select.POLLIN)
@@ -212,7 +212,7 @@ def _wait(things: list[Any], timeout: float | None) -> set[Any]:
 
 
 class _Job(NamedTuple):
-    """What a worker is to do: few words, and tensors."""
+    """A worker's job: a few values, and tensors."""
 
     details: tuple[Any, ...]
     tensors: Tree = MappingProxyType({})
@@ -224,8 +224,8 @@ class _Worker:
     connection: Connection[Any, Any]
     inbox: Mailbox  # the worker's
     outbox: Mailbox
-    tasks: deque[int] = field(default_factory=deque)  # it is at the first
-    ends: float | None = None  # when the first must be done, on the monotonic clock
+    tasks: deque[int] = field(default_factory=deque)  # the first is the current one
+    ends: float | None = None  # deadline of the current task, on the monotonic clock
     is_full: bool = False  # the next letter would overwrite the last
 
     def wait_until_ready(self) -> None:
@@ -257,7 +257,7 @@ class _Worker:
             self.inbox.clear()
         letter = self.inbox.write(job.tensors if payload is None else {**job.tensors, "payload": payload})
         self.is_full = self.inbox.is_full
-        with contextlib.suppress(OSError):  # it has died; receive() will say so
+        with contextlib.suppress(OSError):  # it has died; receive() reports it
             self.connection.send((kind, job.details, payload is not None, letter))
 
     def receive(self) -> tuple[str, Any]:
@@ -283,7 +283,7 @@ class _Worker:
 
 
 def _context(preload: list[str]) -> Any:
-    """A clean server process forks the workers where that exists: they start fast and inherit no threads."""
+    """Fork workers from a clean server process if the platform can: they start fast and inherit no threads."""
     if "forkserver" in multiprocessing.get_all_start_methods():
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["redgrape.engines.fork_server", "redgrape.engines.pool", *preload])
@@ -292,7 +292,7 @@ def _context(preload: list[str]) -> Any:
 
 
 def _check_importable(half: ClientHalf) -> bool:
-    """Raise ConfigError where a worker could not get the net or the method; tell whether it needs the main script."""
+    """Raise ConfigError if a worker cannot import the net or the method. Return whether it needs the main script."""
     needs_main = False
     for name, thing in (("build", half.build), ("method", half.method)):
         try:
@@ -307,8 +307,8 @@ def _check_importable(half: ClientHalf) -> bool:
 
 @contextlib.contextmanager
 def without_main() -> Iterator[None]:
-    """A new process runs the main script's file again, to find what is defined there. Where nothing of it is needed,
-    this keeps it from that, so that scripts without a guard, notebooks and standard input work."""
+    """Keep a new process from running the main script again, which it does to find what is defined there. If nothing
+    of it is needed, scripts without a guard, notebooks and standard input then work."""
     main = sys.modules["__main__"]
     sys.modules["__main__"] = types.ModuleType("__main__")
     try:
@@ -319,7 +319,7 @@ def without_main() -> Iterator[None]:
 
 @contextlib.contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Ctrl-C waits, and what is started meanwhile never sees it: the server of processes would die of it noisily."""
+    """Delay Ctrl-C, and hide it from processes started meanwhile: it would kill the fork server noisily."""
     if not hasattr(signal, "pthread_sigmask"):  # Windows
         yield
         return
@@ -343,9 +343,9 @@ def _serve(
     stack: int,
     exchange: Exchange,
 ) -> None:
-    """A worker's life."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the coordinator's business
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the server has its own
+    """The main loop of a worker."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the coordinator handles Ctrl-C
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the fork server installs its own handler
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: do not outlive the parent
     threading.Thread(target=_end_with_coordinator, daemon=True).start()
@@ -362,7 +362,7 @@ def _serve(
             received = inbox.read(letter)
             if has_payload:
                 payload = received.get("payload", {})
-                outbox.clear()  # what was answered before is used up
+                outbox.clear()  # the earlier answers have been used
             if kind == "client":
                 clients, with_state, round = details
                 sent = received.get("states", {})  # an empty state leaves no trace among the tensors
@@ -384,7 +384,7 @@ def _serve(
 
 
 def _end_with_coordinator() -> None:
-    """A client may take minutes, and nobody wants its answer when the coordinator is gone."""
+    """End with the coordinator: a client may take minutes, and its answer is then useless."""
     coordinator = multiprocessing.parent_process()
     assert coordinator is not None
     coordinator.join()
@@ -397,5 +397,5 @@ def _rows(scores: Tree) -> Iterator[tuple[torch.Tensor, float]]:
 
 
 def _error_in_client(kind: str, task: int, text: str) -> RuntimeError:
-    """A mistake in the method's or the net's code: where it happened, with the worker's traceback."""
+    """An error in the method's or the net's code: the task, and the worker's traceback."""
     return RuntimeError(f"{kind} {task} raised an error in its worker:\n{text}")

@@ -1,7 +1,7 @@
-"""Arrays that several processes read without a copy, and named tensors handed from one process to another.
+"""Arrays that several processes read without a copy, and named tensors passed from one process to another.
 
-What was mapped from a file is mapped again from the same file. Everything else is copied once into anonymous memory
-whose only handle is a file descriptor passed to the workers: nothing is left behind, however a process ends.
+An array mapped from a file is mapped again from the same file. Any other array is copied once into anonymous memory.
+Its only handle is a file descriptor passed to the workers, so nothing is left behind however a process ends.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _ALIGNED = 64  # bytes
 
 
 class SharedArray:
-    """Picklable only while a worker is being started, when file descriptors can be handed over."""
+    """Can be pickled only while a worker starts, because only then can file descriptors be passed."""
 
     def __init__(self, array: NDArray[Any]) -> None:
         self._shape, self._dtype = array.shape, array.dtype.str
@@ -39,7 +39,7 @@ class SharedArray:
         with mmap.mmap(self._fd, size) as memory:
             target: NDArray[Any] = np.frombuffer(memory, dtype=array.dtype, count=array.size).reshape(array.shape)
             np.copyto(target, array)
-            del target  # the map cannot be closed while an array looks into it
+            del target  # the map cannot be closed while an array is a view of it
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _attach, (reduction.DupFd(self._fd), self._shape, self._dtype)
@@ -49,14 +49,14 @@ class SharedArray:
 
 
 class Mailbox:
-    """Hands trees from one process to another: one writes, one reads. What goes through a pipe is where the tensors
-    lie. They stay there, and the reader looks at them without a copy, until the writer clears the box; what finds no
-    room below `limit` is overwritten by the next, and the reader copies it."""
+    """Passes trees from one process, which writes, to another, which reads. Only the places of the tensors go through a
+    pipe. The tensors stay until the writer clears the box, and the reader views them without a copy. A letter with no
+    room below `limit` is overwritten by the next, so the reader copies it."""
 
     def __init__(self, limit: int = 0, fd: int | None = None) -> None:
         self._fd = _anonymous_file(1) if fd is None else fd
         self._limit, self._end = limit, 0
-        self._used: deque[int] = deque(maxlen=4)  # between clearings, of which training and evaluation have one each
+        self._used: deque[int] = deque(maxlen=4)  # bytes between clearings; training and evaluation clear once each
         self._size = os.fstat(self._fd).st_size  # as the writer left it
         self.is_full = False  # the next letter overwrites the last
         self._memory: mmap.mmap | None = None
@@ -65,8 +65,8 @@ class Mailbox:
         return _open_mailbox, (self._limit, *([reduction.DupFd(self._fd)] if _HAS_FD_PASSING else []))
 
     def clear(self) -> None:
-        """Begin at the front again; nobody looks at what was written before. Of the memory stays what was used of late,
-        not the most that was ever used, which for all boxes together would grow and grow."""
+        """Start at the front again; nobody reads the earlier letters any more. Keep as much memory as was used lately.
+        Keeping the most ever used would let the total over all boxes grow and grow."""
         self._used.append(self._end)
         self._end = 0
         if self._size > max(self._used):
@@ -75,7 +75,7 @@ class Mailbox:
 
     def write(self, content: Tree) -> Any:
         """A letter for `read`."""
-        if not _HAS_FD_PASSING:  # the pipe holds as many letters as there are
+        if not _HAS_FD_PASSING:  # the pipe carries the letters themselves
             return tree.to_bytes(content)
         flat, places, end = tree.flatten(content), [], self._end
         for name, t in flat.items():
@@ -150,7 +150,7 @@ def _attach(handle: Any, shape: tuple[int, ...], dtype: str) -> NDArray[Any]:
 
 @dataclass(frozen=True)
 class MappedArray:
-    """A part of a file, to be mapped where it is needed."""
+    """A part of a file, to be mapped by the process that needs it."""
 
     path: str
     offset: int
@@ -160,7 +160,7 @@ class MappedArray:
 
     @classmethod
     def of(cls, array: NDArray[Any]) -> MappedArray | None:
-        """Where the array lies in a file, if it is a view of a mapped one."""
+        """The array's place in a file if it is a view of a mapped array, else None."""
         if array.size == 0:
             return None
         root: Any = array
@@ -168,9 +168,9 @@ class MappedArray:
             root = root.base
         if not isinstance(root, np.memmap) or root.filename is None or any(s < 0 for s in array.strides):
             return None
-        if root.mode == "c":  # what was changed in memory is not in the file
+        if root.mode == "c":  # changes in memory are not in the file
             return None
-        # np.memmap maps from a page boundary on, and its offset names the first byte of the root array.
+        # np.memmap maps from a page boundary, and its offset is that of the root array's first byte.
         offset = root.offset + array.ctypes.data - root.ctypes.data
         return cls(str(root.filename), offset, array.shape, array.strides, array.dtype.str)
 
@@ -183,7 +183,7 @@ class MappedArray:
 
 @dataclass(frozen=True)
 class WorkerData:
-    """The data of a federation in a worker, which runs clients and evaluates models."""
+    """A federation's data in a worker, for running clients and evaluating models."""
 
     num_classes: int
     train: Examples
@@ -203,7 +203,7 @@ class WorkerData:
 
 
 class SharedFederation:
-    """A federation as it is sent to a worker."""
+    """A federation in the form sent to a worker."""
 
     def __init__(self, federation: Federation) -> None:
         self._open: dict[tuple[Any, ...], SharedArray] = {}  # by place in memory: splits are views of one array
@@ -241,7 +241,7 @@ class SharedFederation:
         self._fields = fields
 
     def opened(self) -> WorkerData:
-        """In the worker: what looks into the shared arrays."""
+        """In the worker: the data as views of the shared arrays."""
         f: dict[str, Any] = {name: _opened(value) for name, value in self._fields.items()}
         validation = None if f["validation"] is None else _look_into(f["validation"])
         parts = np.split(f["rows"], f["ends"][:-1])

@@ -1,10 +1,10 @@
-"""Several small clients as one: a net whose every parameter has the client as its first axis.
+"""Trains several small clients as one: every parameter of the net has the client as its first axis.
 
-A small net spends its time on the way to the kernels, not in them. Clients with equally many examples make the same
-local steps, so that one step of a stack of nets makes all of theirs: `client_update` runs once, on tensors that have
-one axis more, and its results are taken apart. A method says by `stacks` that its client half only does what holds for
-such tensors too: element by element, or through the net, the loss of a batch and the optimizer. Sums are made in
-another order than for one client alone, so that results agree to rounding, not in bits.
+A small net spends its time on kernel launches, not in the kernels. Clients with equal numbers of examples make the same
+local steps, so one step of a stack of nets is a step of each: `client_update` runs once, on tensors with one more axis,
+and its results are split by client. A method declares by `stacks` that its client half also holds for such tensors: it
+works element by element, or through the net, the loss of a batch and the optimizer. The order of summation differs from
+that of a single client, so results agree to rounding, not bit for bit.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from redgrape.tree import Tensors, Tree
 
 
 class StackedNet(Net):
-    """Takes the batches of all clients one after another, and gives their logits so."""
+    """Takes the batches of all clients, concatenated, and returns their logits in the same order."""
 
     def __init__(self, plain: Net, like: Net, size: int) -> None:
-        """`plain` does the arithmetic of one client; `like`, another net of the kind, becomes this one's parts."""
+        """`plain` does the arithmetic of one client. `like`, another such net, provides this net's modules."""
         super().__init__(like.encoder, like.classifier)
         for module in self.modules():
             for name, p in module._parameters.items():
@@ -50,18 +50,18 @@ class StackedNet(Net):
             z = reduce(_apply, self._layers, of_each)
         z = z.flatten(0, 1)
         if z.requires_grad:
-            # A loss is the mean over the batches of all; each client's own is that of its own batch.
+            # The loss is the mean over all clients' batches; each client's own loss is the mean over its batch.
             z.register_hook(lambda gradient: gradient * self._size)
         return z
 
 
-# What does the same to every number, whatever the axes.
+# Layers that do the same to every number, whatever the axes.
 _ELEMENTWISE = {nn.ELU, nn.GELU, nn.Identity, nn.LeakyReLU, nn.ReLU, nn.Sigmoid, nn.SiLU, nn.Tanh}
 
 
 def _layers(module: nn.Module) -> list[nn.Module] | None:
-    """The layers one after another, where it is a plain chain of such as `_apply` knows. It does without vmap, which
-    takes longer than the arithmetic of a small net."""
+    """The layers in order, if the module is a plain chain of layers that `_apply` knows; else None. This avoids vmap,
+    which takes longer than the arithmetic of a small net."""
     if type(module) is nn.Sequential:
         chains = [_layers(part) for part in module]
         return None if None in chains else [layer for chain in chains for layer in chain or []]
@@ -70,19 +70,19 @@ def _layers(module: nn.Module) -> list[nn.Module] | None:
 
 
 def _apply(x: Tensor, layer: nn.Module) -> Tensor:
-    """What the layers of all clients make of their batches."""
+    """The outputs of all clients' layers for their batches."""
     if isinstance(layer, nn.Flatten):
         return x.flatten(2)
     if not isinstance(layer, nn.Linear):
         return cast(Tensor, layer(x))
-    # x W^T + b as (W x^T)^T + b: then the gradient of W lies in memory as W does, and is not copied once more.
+    # x W^T + b as (W x^T)^T + b: the gradient of W then has the memory layout of W and needs no extra copy.
     z = (layer.weight @ x.mT).mT
     return z if layer.bias is None else z + layer.bias.unsqueeze(1)
 
 
 @dataclass(frozen=True)
 class StackedSite(ClientSite):
-    """The place of several clients, the `members`; `client` is the first of them."""
+    """The site of several clients, the `members`. `client` is the first of them."""
 
     @classmethod
     def of(cls, members: Sequence[ClientSite]) -> StackedSite:
@@ -96,7 +96,7 @@ class StackedSite(ClientSite):
 
 
 class _Length:
-    """What a method that stacks may ask of the data itself."""
+    """All that a stacking method may ask of the data itself."""
 
     def __init__(self, length: int) -> None:
         self._length = length
@@ -106,7 +106,7 @@ class _Length:
 
 
 def check(method: Method, net: Net) -> None:
-    """Raise ConfigError where clients of this method, with this net, cannot be stacked."""
+    """Raise ConfigError if clients cannot be stacked with this method and net."""
     if not holds_for_stacks(method):
         raise ConfigError(f"clients of the method '{type(method).__name__}' cannot be stacked; leave --stack out")
     if method.clip_norm is not None:
@@ -122,7 +122,7 @@ def check(method: Method, net: Net) -> None:
 def run(
     method: Method, broadcast: Tree, states: Sequence[Tree], sites: Sequence[ClientSite]
 ) -> list[tuple[Tree, Tree]]:
-    """Each client's update and new state. Clients of equal size whose states have the same names go together."""
+    """Each client's update and new state. Clients of equal size with the same names in their states run together."""
     together: dict[tuple[int, tuple[str, ...]], list[int]] = {}
     for i, (state, site) in enumerate(zip(states, sites, strict=True)):
         together.setdefault((len(site.data), tuple(tree.flatten(state))), []).append(i)
@@ -137,14 +137,14 @@ def run(
 
 
 def _stack(trees: Sequence[Tree]) -> Tree:
-    """Trees with the same names as one, whose tensors have the tree as their first axis."""
+    """Stack trees with the same names into one. The first axis of its tensors is the tree."""
     flat = [tree.flatten(t) for t in trees]
     return tree.unflatten({name: torch.stack([f[name] for f in flat]) for name in flat[0]})
 
 
 def _unstack(stacked: Tree, size: int, parameters: set[str]) -> list[dict[str, Any]]:
-    """What each client has of an update or a state: its part of what is shaped like the parameters, an equal share of
-    the count, and the rest (the mean loss) as it is."""
+    """Split a stacked update or state by client. Each gets its slice of tensors shaped like the parameters, an equal
+    share of the count, and the rest (the mean loss) unchanged."""
     flat = tree.flatten(stacked)
     parts: list[Tensors] = [{} for _ in range(size)]
     for name, t in flat.items():

@@ -1,8 +1,8 @@
-"""A round's answers, put aside until all are there, in bounded memory.
+"""Stores a round's answers in bounded memory until all have arrived.
 
-Clients answer in any order and the server reduces in the order of their ids, so that early answers have to wait. The
-first of them wait in memory; from `limit` bytes on they wait in a file without a name, which is gone when the process
-ends, however it ends. Those are read tensor by tensor as they are asked for.
+Clients answer in any order, but the server reduces in order of their ids, so early answers have to wait. Up to `limit`
+bytes wait in memory. The rest wait in an unnamed file, which disappears however the process ends. They are read tensor
+by tensor on request.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ IN_MEMORY = 512 << 20  # bytes of answers that wait in memory
 
 
 class Shelf:
-    """`folder`: where the file goes once it is needed (None: where the system keeps temporary files)."""
+    """`folder`: where the file goes once it is needed (None: the system's temporary folder)."""
 
     def __init__(self, folder: Path | None = None, limit: int = IN_MEMORY) -> None:
         self._folder = folder if folder is not None else Path(tempfile.gettempdir())
@@ -55,7 +55,7 @@ class Shelf:
         return place
 
     def clear(self) -> None:
-        """Forget all answers; the next round's take their place."""
+        """Forget all answers, to make room for the next round's."""
         self._in_memory = self._end = 0
         if self._file is not None:
             self._file.truncate(0)
@@ -73,7 +73,7 @@ class _Place(NamedTuple):
 
 
 class _InFile(Mapping[str, Any]):
-    """A tree, or a group of one, whose tensors are read anew each time they are asked for."""
+    """A tree, or a group of one. Its tensors are read from the file at each lookup."""
 
     def __init__(self, file: IO[bytes], node: dict[str, Any]) -> None:
         self._file, self._node = file, node
@@ -89,7 +89,7 @@ class _InFile(Mapping[str, Any]):
         while len(raw):
             read = os.preadv(self._file.fileno(), [raw], offset)
             if not read:
-                raise EOFError("an answer was asked for after its round")
+                raise EOFError("an answer was read after the end of its round")
             offset, raw = offset + read, raw[read:]
         return t
 

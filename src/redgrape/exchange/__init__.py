@@ -1,4 +1,4 @@
-"""What crosses between client and server: the parts of an update, and how they are checked, protected and reduced."""
+"""The exchange between client and server: the parts of an update, and how they are checked, protected and reduced."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What an update must be like before the server takes it, whichever engine it came through.
+"""What the server requires of an update, whichever engine it came through.
 
-A method describes its updates by their parts. Nothing is repaired and nothing broadcast: an update that is not as
-described is refused, with the reason.
+A method describes its updates by their parts. Updates are neither repaired nor broadcast to another shape: one that
+does not match its description is rejected, with the reason.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from redgrape.data.federation import Declared
 from redgrape.exchange.parts import ClassRows, Count, Part, Parts, Scalar, Statistics, described
 from redgrape.tree import Tensors, Tree
 
-MOST_EXAMPLES = 10**9  # that a client may claim if it has not declared how many it holds
-LONGEST = 1e4  # times the model's own length: no part of an update is longer, unless training diverges
-_SLACK = 1e-3  # of what a class gradient must be
-_TINY = 1e-5  # for a class that is learnt to the last bit, whose gradient is rounding alone
+MOST_EXAMPLES = 10**9  # the most a client may claim if it has not declared its number
+LONGEST = 1e4  # times the model's length; a longer part of an update means that training diverges
+_SLACK = 1e-3  # tolerance in the checks of a class gradient
+_TINY = 1e-5  # for a class learnt to the last bit, whose gradient is only rounding
 
 
 class UpdateRejected(Exception):
-    """An update that is not taken; the message is the reason."""
+    """A rejected update; the message is the reason."""
 
 
 class NotFinite(UpdateRejected):
-    """An update with NaN or infinity in it: training diverges."""
+    """An update with NaN or infinity: training diverges."""
 
 
 class TooLong(NotFinite):
@@ -37,7 +37,7 @@ class TooLong(NotFinite):
 
 
 class Inspection:
-    """What every update of a round is held to: its parts, and the model that was sent. Made once a round."""
+    """Checks every update of a round against its parts and the model that was sent. Made once per round."""
 
     def __init__(self, parts: Parts, model: Tensors, num_classes: int) -> None:
         self._parts, self._num_classes = parts, num_classes
@@ -46,16 +46,16 @@ class Inspection:
         self._own = max(1.0, length(model))
 
     def lengths(self, update: Any, declared: Declared | None) -> dict[str, float]:
-        """The length of each part of an update, and of real numbers alone. UpdateRejected if the update is not as its
-        parts describe it; TooLong if a part is longer than training could make it. `declared`: what the client said of
-        itself. Running statistics have no length that means anything."""
+        """The length of each part of an update, over its real numbers only. UpdateRejected if the update does not match
+        its parts; TooLong if a part is longer than training could make it. `declared`: what the client declared about
+        itself. Running statistics have no meaningful length."""
         check(update, self._parts, self._expected, self._rows, declared, self._num_classes)
         measured = (name for name, part in self._parts.items() if not isinstance(part, Statistics))
         found = {name: length({name: update.get(name, {})}) for name in measured}
         for name, number in found.items():
             if number > LONGEST * self._own:
                 own = f"over {LONGEST:g} times that of the model, {self._own:.3g}"
-                raise TooLong(f"'{name}' has the length {number:.3g}, {own}")
+                raise TooLong(f"'{name}' has length {number:.3g}, {own}")
         return found
 
 
@@ -67,7 +67,7 @@ def check(
     declared: Declared | None,
     num_classes: int,
 ) -> None:
-    """Raise UpdateRejected if the update is not as its parts describe it."""
+    """Raise UpdateRejected if the update does not match its parts."""
     flat = named_tensors(update)
     check_names(flat, expected)
     for name, wanted in expected.items():
@@ -96,9 +96,9 @@ def check_names(flat: Mapping[str, object], expected: Iterable[str], what: str =
 
 
 def check_survey(answer: Any, like: Tree, examples: int, *, of_sum: bool = False) -> None:
-    """Raise UpdateRejected if a client's answer to a survey is not like this: the answer of a client without examples.
-    Whole numbers count examples, of which the client has this many. `of_sum`: the answer is the sum over all clients,
-    whose real numbers may be wider."""
+    """Raise UpdateRejected if a client's answer to a survey does not match `like`, the answer of a client without
+    examples. Whole numbers count examples; the client has `examples` of them. `of_sum`: the answer is the sum over all
+    clients, and its real numbers may be wider."""
     flat, expected = named_tensors(answer), tree.flatten(like)
     check_names(flat, expected, "answer")
     for name, wanted in expected.items():
@@ -116,7 +116,7 @@ def check_survey(answer: Any, like: Tree, examples: int, *, of_sum: bool = False
 
 
 def check_sum(total: Any, like: Tree, parts: Parts, clients: int) -> None:
-    """Raise UpdateRejected if this is not the sum of this many clients' summands. `like`: an empty one."""
+    """Raise UpdateRejected if this is not a sum of this many clients' summands. `like`: an empty summand."""
     flat, expected = named_tensors(total), tree.flatten(like)
     check_names(flat, expected)
     for name, wanted in expected.items():
@@ -135,7 +135,7 @@ def check_sum(total: Any, like: Tree, parts: Parts, clients: int) -> None:
 
 
 def nothing(part: Part) -> Any:
-    """What a client that holds nothing would send of a part."""
+    """What a client without examples would send for a part."""
     match part:
         case Count():
             return torch.zeros((), dtype=torch.int64)
@@ -150,7 +150,7 @@ def nothing(part: Part) -> Any:
 
 
 def length(group: Tree) -> float:
-    """Over all its real numbers together."""
+    """The length over all real numbers of the group together."""
     lengths = []
     for value in group.values():
         if isinstance(value, Mapping):
@@ -161,7 +161,7 @@ def length(group: Tree) -> float:
 
 
 def named_tensors(update: Any) -> Tensors:
-    """The update's tensors by their joined names; UpdateRejected if it is anything else than named tensors."""
+    """The update's tensors by their joined names; UpdateRejected if it is anything but named tensors."""
     if not isinstance(update, Mapping):
         raise UpdateRejected(f"the update is a {type(update).__name__}, not named tensors")
     try:
@@ -175,7 +175,7 @@ def named_tensors(update: Any) -> Tensors:
         raise UpdateRejected("the update is empty")
     for name, t in flat.items():
         if t.layout != torch.strided or t.device.type != "cpu" or t.is_complex() or t.is_quantized:
-            raise UpdateRejected(f"tensor '{name}' is no plain tensor of real numbers in memory")
+            raise UpdateRejected(f"tensor '{name}' is not a plain tensor of real numbers in memory")
     return flat
 
 
@@ -186,7 +186,7 @@ def check_finite(flat: Tensors) -> None:
 
 def first_not_finite(flat: Tensors) -> str | None:
     for name, t in flat.items():
-        # The sum is finite in nearly every case, and far cheaper than a look at each number.
+        # The sum is nearly always finite, and far cheaper than checking each number.
         if t.is_floating_point() and not math.isfinite(t.sum()) and not torch.isfinite(t).all():
             return name
     return None
@@ -209,7 +209,7 @@ def _check_count(count: Tensor, declared: Declared | None) -> None:
 
 
 def _check_classes(rows: Tensors, name: str, part: ClassRows, declared: Declared | None, num_classes: int) -> None:
-    """The rows belong to classes that exist, each named once, and that the client has."""
+    """Check that the rows belong to existing classes that the client has, each named once."""
     classes = rows["classes"]
     if len(classes) and (int(classes.min()) < 0 or int(classes.max()) >= num_classes):
         raise UpdateRejected(f"'{name}/classes' names a class outside 0 to {num_classes - 1}")
@@ -229,14 +229,14 @@ def _check_classes(rows: Tensors, name: str, part: ClassRows, declared: Declared
         wrong = _wrong_bias(rows, classes) | (_wrong_signs(rows, classes) if part.signed else False)
         if wrong.any():
             raise UpdateRejected(
-                f"'{name}' of class {int(classes[wrong][0])} is no gradient of a cross-entropy: it must lie below zero "
-                "for its own class and above for the others"
+                f"'{name}' of class {int(classes[wrong][0])} is not a gradient of a cross-entropy: it must be below "
+                "zero for its own class and above for the others"
             )
 
 
 def _wrong_bias(gradients: Tensors, classes: Tensor) -> Tensor:
-    """A class's mean gradient for the bias is the mean of p - e_c: below zero for the class itself and above for all
-    others, within one of zero. A gradient that was turned round, to push away from its class, is not."""
+    """A class's mean gradient for the bias is the mean of p - e_c: below zero for the class itself, above zero for all
+    others, and within one of zero. A gradient reversed to push away from its class violates this."""
     if "bias" not in gradients:
         return torch.zeros(len(classes), dtype=torch.bool)
     bias = gradients["bias"].double()
@@ -245,8 +245,8 @@ def _wrong_bias(gradients: Tensors, classes: Tensor) -> Tensor:
 
 
 def _wrong_signs(gradients: Tensors, classes: Tensor) -> Tensor:
-    """That for the weights is the mean of (p - e_c) h^T, so that for h >= 0 each row has the sign of the bias's number:
-    every number of it."""
+    """A class's mean gradient for the weights is the mean of (p - e_c) h^T. So for h >= 0 every number of a row has the
+    sign of the bias's number."""
     table = gradients["weight"]
     least, most = table.amin(dim=2).double(), table.amax(dim=2).double()
     own = _own(classes, least)

@@ -1,10 +1,10 @@
 """The exchange: what happens to an update between client and server, for every method.
 
-At the client it drops the rows of classes below min_count. At the server it checks an update by its parts, and reduces
-a round's updates: by the rule, clipped, with noise. In a secure sum the client clips, since nobody sees single updates,
-and adds its parts to the sum. A lying client is not bounded then.
+At the client it drops the rows of classes below min_count. At the server it checks an update by its parts and reduces a
+round's updates: by the rule, clipped, with noise. In a secure sum nobody sees single updates, so the client clips its
+parts and adds them to the sum. A lying client is then not bounded.
 
-The order is fixed, and `refuses` is the one table of what does not go together.
+The order is fixed. `refuses` is the one table of incompatible settings.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ class Exchange(BaseModel):
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
 
-    preset: Literal["plain", "private"] = Field("plain", description="where the other settings start from")
+    preset: Literal["plain", "private"] = Field("plain", description="defaults of the other settings")
     rule: rules.Rule = Field("mean", description="average of the clients' updates; all but mean are robust")
-    byzantine: int = Field(1, ge=1, le=10**6, description="malicious clients a round that the rule is to withstand")
+    byzantine: int = Field(1, ge=1, le=10**6, description="malicious clients per round that the rule must withstand")
     update_norm: float | None = Field(
         None, gt=0, le=LARGEST, description="longest update with norm_clipping; none: a round's median length"
     )
     clip: float | None = Field(
-        None, gt=0, le=LARGEST, description="longest update of a client; clients then count alike"
+        None, gt=0, le=LARGEST, description="longest update of a client; clients then have equal weights"
     )
     noise: float = Field(0.0, ge=0, le=LARGEST, description="noise on the sum of the updates, in multiples of clip")
-    delta: float = Field(1e-5, gt=0, lt=1, description="the delta at which epsilon is told")
+    delta: float = Field(1e-5, gt=0, lt=1, description="the delta at which epsilon is reported")
     randomness: Literal["secret", "seed"] = Field(
         "secret", description="noise from a key that only the server has, or from the seed, which anybody can repeat"
     )
-    min_count: int = Field(1, ge=1, le=10**9, description="a client reports a class from this many examples on")
+    min_count: int = Field(1, ge=1, le=10**9, description="a client reports a class with at least this many examples")
     min_clients: int = Field(
         1, ge=1, le=10**6, description="the server releases a class that this many clients report; else its last stays"
     )
@@ -78,10 +78,10 @@ class Exchange(BaseModel):
     @model_validator(mode="after")
     def _settings_fit(self) -> Self:
         if self.noise and self.clip is None:
-            raise ValueError(f"noise is {self.noise:g}, and updates have any length; set clip as well")
+            raise ValueError(f"noise is {self.noise:g}, but updates are not bounded; set clip as well")
         if self.class_noise and self.class_clip is None:
             raise ValueError(
-                f"class_noise is {self.class_noise:g}, and class rows have any length; set class_clip as well"
+                f"class_noise is {self.class_noise:g}, but class rows are not bounded; set class_clip as well"
             )
         for name in ("clip", "class_clip"):
             if getattr(self, name) is not None and self.rule != "mean":
@@ -98,12 +98,13 @@ class Exchange(BaseModel):
         return self.class_noise * (self.class_clip or 0.0)
 
     def by_examples(self, part: Direction) -> bool:
-        """Whether clients count by their examples in the mean of this part."""
+        """Whether clients are weighted by their examples in the mean of this part."""
         return part.weights == "examples" and self.clip is None
 
     def refuses(self, parts: Parts, *, single: str = "", surveys: bool = False, summed: bool = False) -> str | None:
-        """What does not go together, for every method: None, or why. `single`: why the method needs single updates;
-        `surveys`: it asks clients before the first round; `summed`: the updates come as a secure sum."""
+        """Why the settings are incompatible, for every method; None if they are not. `single`: why the method needs
+        single updates; `surveys`: it surveys clients before the first round; `summed`: the updates come as a secure
+        sum."""
         rows = class_rows(parts)
         if summed and single:
             return f"a secure sum shows no single updates, and {single}"
@@ -144,7 +145,7 @@ class Exchange(BaseModel):
         return None
 
     def check_fits(self, parts: Parts, clients: int, *, single: str = "", surveys: bool = False) -> None:
-        """Raise ConfigError if these parts, or rounds of this many clients, do not go with the settings."""
+        """Raise ConfigError if these parts, or rounds of this many clients, are incompatible with the settings."""
         if reason := self.refuses(parts, single=single, surveys=surveys):
             raise ConfigError(reason)
         if self.mechanisms(parts, 1):
@@ -165,26 +166,26 @@ class Exchange(BaseModel):
             )
 
     def fewest_answers(self) -> int:
-        """How many answers a round needs; below it the run stops."""
+        """The number of answers a round needs; with fewer the run stops."""
         return rules.fewest_updates(self.rule, self.byzantine, self.update_norm)
 
     def fewest_contributors(self) -> int:
-        """How many clients must report a class for it to be released."""
+        """The number of clients that must report a class for it to be released."""
         return max(self.min_clients, rules.fewest_holders(self.rule, self.byzantine))
 
     def mechanisms(self, parts: Parts, num_classes: int) -> list[Mechanism]:
-        """What a client's data go through in a round, with its noise; none if there is no noise at all."""
+        """The mechanisms that a client's data passes through in a round; none if there is no noise at all."""
         rows = class_rows(parts)
         if not self.noise and not (rows and self.class_noise):
             return []
-        # A client may hold every class. Of each, the sum of its rows and the number of clients are released.
+        # A client may hold every class. For each, the sum of its rows and the number of clients are released.
         return [
             Mechanism("model", self.noise, 1),
             *(Mechanism(name, self.class_noise, 2 * num_classes) for name in rows),
         ]
 
     def leave(self, update: Tree, parts: Parts, class_counts: Tensor) -> Tree:
-        """The update as it leaves a client with these class counts: no row of a class below min_count."""
+        """The update as it leaves a client with these class counts: without rows of classes below min_count."""
         if self.min_count == 1:
             return update
         kept = {}
@@ -195,8 +196,8 @@ class Exchange(BaseModel):
         return {**update, **kept}
 
     def summand(self, update: Tree, parts: Parts, num_classes: int) -> dict[str, Any]:
-        """What a client adds to a secure sum in place of its update: dense, weighted, clipped. Neither names nor shapes
-        depend on what the client holds."""
+        """What a client adds to a secure sum instead of its update: dense, weighted, clipped. Neither names nor shapes
+        depend on the client's data."""
         if self.clip is not None:
             (update,) = rules.clip([update], directions(parts), self.clip)
         n = int(update["count"]) if "count" in update else 1
@@ -224,7 +225,7 @@ class Exchange(BaseModel):
     def receive_sum(
         self, total: Tree, clients: Sequence[ClientId], parts: Parts, model: Tensors, site: ServerSite
     ) -> Received:
-        """The sum of these clients' summands; UpdateRejected if it cannot be that."""
+        """Receive the sum of these clients' summands; UpdateRejected if it cannot be their sum."""
         nothing = {name: checks.nothing(part) for name, part in parts.items()}
         checks.check_sum(total, self.summand(nothing, parts, site.num_classes), parts, len(clients))
         received = FromSum(self, parts, total, clients, site)

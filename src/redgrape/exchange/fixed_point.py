@@ -1,11 +1,11 @@
-"""Named tensors as whole numbers, which can be added modulo a power of two, and back.
+"""Converts named tensors to whole numbers, which can be added modulo a power of two, and back.
 
-Whole numbers stay what they are. A real number x becomes the whole number nearest to 2^28 x. Over n sites
+Whole numbers stay unchanged. A real number x becomes the whole number nearest to 2^28 x. Over n sites
 
     |sum| < 2^61           so each adds at most 2^61 / n in whole numbers, and reals below 2^33 / n
     error of a sum         at most n 2^-29; of a mean by weights that add up to w, n 2^-29 / w
 
-Nothing is cut off: a number beyond the range is an error at the site that has it.
+Nothing is clipped: a number out of range is an error at the site that has it.
 """
 
 from __future__ import annotations
@@ -22,26 +22,27 @@ from redgrape.errors import Diverged
 from redgrape.tree import Tensors, Tree
 
 FRACTION = 28  # bits after the point
-BITS = 62  # of a number and its sign
+BITS = 62  # of a number, with its sign
 
 Numbers: TypeAlias = NDArray[np.int64]
 Layout: TypeAlias = list[tuple[str, str, list[int]]]  # name, "real" or "whole", shape; equal at all sites
 
 
 def error_of_sum(sites: int) -> float:
-    """How far the sum of real numbers of so many sites may be off."""
+    """The largest error of a sum of real numbers over this many sites."""
     return sites * 0.5**FRACTION / 2
 
 
 def encode(values: Tree, sites: int) -> tuple[Layout, Numbers]:
-    """Diverged where a number is not finite, or so large that a sum over this many sites could leave the range."""
+    """The layout and the numbers. Diverged if a number is not finite, or so large that a sum over this many sites could
+    leave the range."""
     layout: Layout = []
     parts = [np.zeros(0, np.int64)]
     most = 2 ** (BITS - 1) // sites
     for name, t in tree.flatten(values).items():
         is_real = t.is_floating_point()
         scaled = torch.round(t.double() * 2**FRACTION) if is_real else t.long()
-        if not bool(((scaled > -most) & (scaled < most)).all()):  # also where it is not finite
+        if not bool(((scaled > -most) & (scaled < most)).all()):  # also catches NaN and infinity
             limit = most / 2**FRACTION if is_real else most
             raise Diverged(f"'{name}' has a number that is not finite or not below {limit:.3g}, the range of the sum")
         layout.append((name, "real" if is_real else "whole", list(t.shape)))
@@ -50,7 +51,7 @@ def encode(values: Tree, sites: int) -> tuple[Layout, Numbers]:
 
 
 def decode(layout: Layout, total: Numbers) -> dict[str, Any]:
-    """The sum by its names: int64 and float64."""
+    """The sum as named tensors, int64 and float64."""
     flat: Tensors = {}
     ends = 0
     for name, kind, shape in layout:
@@ -65,7 +66,7 @@ def length(layout: Layout) -> int:
 
 
 def checked_layout(sent: Any) -> Layout:
-    """A layout as a site has sent it; ValueError where it is none."""
+    """A layout as a site sent it; ValueError if it is invalid."""
     try:
         layout = [(str(name), str(kind), [int(n) for n in shape]) for name, kind, shape in sent]
         tree.check_leaves(tree.unflatten({name: torch.zeros(0) for name, _, _ in layout}), "its layout")
@@ -75,5 +76,5 @@ def checked_layout(sent: Any) -> Layout:
     if len(names) < len(layout) or any(
         kind not in ("real", "whole") or min(shape, default=0) < 0 for _, kind, shape in layout
     ):
-        raise ValueError("its layout cannot be")
+        raise ValueError("its layout is invalid")
     return layout

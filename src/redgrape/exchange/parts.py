@@ -1,15 +1,15 @@
-"""What an update is made of. A method names its parts; each knows its shape, and the exchange does the rest by it.
+"""The parts of an update. A method names them; each knows its shape, and the exchange works by that.
 
-    Direction    the server steps along its mean: counted by examples or alike, clipped, averaged by the rule, noised
+    Direction    the server steps along its mean: weighted by examples or equally, clipped, averaged by the rule, noised
     Sum          tensors that are added up: statistics, counts, a change of a running sum
-    Statistics   BatchNorm's running values: averaged plainly
+    Statistics   BatchNorm's running values: a plain average
     Scalar       one number, such as a loss
-    Count        the examples that the client trained on, by which it counts
+    Count        the number of examples that the client trained on, its weight in averages
     ClassRows    a row for each class that the client reports, averaged over the clients that report it
 
-In an update a part is a tensor (Scalar, Count) or a group of named tensors. ClassRows are `classes` [m], in rising
-order, and for each tensor of `like` the m rows of these classes; with `weights="count"` also `counts` [m], the examples
-of each.
+In an update a part is a tensor (Scalar, Count) or a group of named tensors. ClassRows hold `classes` [m], in ascending
+order, and for each tensor of `like` the m rows of these classes. With `weights="count"` they also hold `counts` [m],
+the examples of each class.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Weights: TypeAlias = Literal["examples", "alike"]
 
 @dataclass(frozen=True)
 class Direction:
-    """The server steps along the mean of it."""
+    """The server steps along its mean."""
 
     like: Tensors
     weights: Weights = "examples"
@@ -36,8 +36,8 @@ class Direction:
 
 @dataclass(frozen=True)
 class Sum:
-    """What is simply added up, in float64. `running`: it is the change of a sum that the client keeps account of, so it
-    must be added as it was sent."""
+    """Tensors that are added up in float64. `running`: they are the change of a sum that the client keeps track of, so
+    they must be added as sent."""
 
     like: Tensors
     running: bool = False
@@ -45,7 +45,7 @@ class Sum:
 
 @dataclass(frozen=True)
 class Statistics:
-    """Running statistics: values, along which nobody steps. `momentum`: the share of a batch in each, by its name."""
+    """Running statistics: values, not steps. `momentum`: the share of a batch in each, by its name."""
 
     like: Tensors
     momentum: Mapping[str, float]
@@ -53,7 +53,7 @@ class Statistics:
 
 @dataclass(frozen=True)
 class Scalar:
-    """One number, averaged by examples. `least`: it is never below; `weighs`: the server weighs clients by it."""
+    """One number, averaged by examples. `least`: its lower bound; `weighs`: the server weights clients by it."""
 
     like: Tensor
     least: float | None = None
@@ -62,13 +62,13 @@ class Scalar:
 
 @dataclass(frozen=True)
 class Count:
-    """How many examples the client trained on."""
+    """The number of examples that the client trained on."""
 
 
 @dataclass(frozen=True)
 class ClassRows:
-    """A row like this for each class that the client reports. `gradient`: it is the mean gradient of the cross-entropy
-    of the class's examples, and must look like one; `signed`: with respect to features that are never negative."""
+    """A row like `like` for each class that the client reports. `gradient`: the row is the mean gradient of the
+    cross-entropy of the class's examples, and must look like one. `signed`: its features are never negative."""
 
     like: Tensors
     weights: Literal["uniform", "count"] = "uniform"
@@ -81,7 +81,7 @@ Parts: TypeAlias = dict[str, Part]
 
 
 def described(parts: Mapping[str, Part]) -> dict[str, Tensor]:
-    """Every tensor of an update by its joined name, with its shape and dtype; of ClassRows one row."""
+    """Every tensor of an update by its joined name, with its shape and dtype; for ClassRows a single row."""
     flat: dict[str, Tensor] = {}
     for name, part in parts.items():
         match part:
@@ -103,6 +103,6 @@ def class_rows(parts: Mapping[str, Part]) -> dict[str, ClassRows]:
 
 
 def directions(parts: Mapping[str, Part]) -> list[str]:
-    """The parts whose length is bounded together, in order of names: those that the server steps along or adds up."""
+    """The parts with a common bound on their length, ordered by name: those that the server steps along or adds up."""
     bounded = (name for name, part in parts.items() if not (isinstance(part, Sum) and part.running))
     return sorted(name for name in bounded if isinstance(parts[name], Direction | Sum))

@@ -1,18 +1,18 @@
-"""What training could give: by the update itself, and beside the other clients of its round.
+"""Which updates are plausible: each by itself, and compared with the other clients of its round.
 
-An answer is measured when it arrives, since it may wait on a disk then. The measures are compared once all are there,
-so that nothing depends on the order of arrival. n_k: a client's examples; S: its local steps; theta: the sent model.
+An answer is measured when it arrives, since it may then wait on disk. The measures are compared once all are in, so the
+order of arrival does not matter. n_k: a client's examples; S: its local steps; theta: the sent model.
 
-    direction    |d_k| <= max(1, |theta|, 30 median_j |d_j|, 30 n_k median_j (|d_j| / n_j))
+    direction    |d_k| <= max(1, |theta|, 25 median_j |d_j|, 25 n_k median_j (|d_j| / n_j))
     class rows   f_k = max_c |G_c| / |b_c| <= 20 max(1, median_j f_j), if they are gradients
-                 G_c = mean (p - e_c) h^T and b_c = mean (p - e_c), so that |G_c| <= |b_c| max |h|: each number of
+                 G_c = mean (p - e_c) h^T and b_c = mean (p - e_c), so |G_c| <= |b_c| max |h|: each number of
                  p - e_c has the same sign for all examples of class c
-    statistics   x_k = old + (new - old) / (1 - (1 - m)^S), what the client's data must have been like;
+    statistics   x_k = old + (new - old) / (1 - (1 - m)^S), the statistic that the client's data must have had;
                  max |x_k| <= 100 max(1, max |old|, lower median_j max |x_j|)
-    variances    new >= (1 - m)^(2 S) old: data only add to it, in at most two passes a step
-    scalars      |f_k| <= 10 max(log C, lower median_j |f_j|); what is above counts as the bound
+    variances    new >= (1 - m)^(2 S) old: data only adds to it, in at most two passes per step
+    scalars      |f_k| <= 10 max(log C, lower median_j |f_j|); a larger one is replaced by the bound
 
-A median over one client or two refuses no direction: nobody can tell then who lies.
+A median over one or two clients rejects no direction: nobody can tell who lies.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ from redgrape.tree import Tensors, Tree
 
 K = TypeVar("K")  # a client
 
-STEP, FEATURE, STATISTIC, SCALAR = 30.0, 20.0, 100.0, 10.0  # times what is usual in the round
-LARGEST = 1e12  # times the broadcast statistic: beyond it, no other client need be asked
+STEP, FEATURE, STATISTIC, SCALAR = 25.0, 20.0, 100.0, 10.0  # times what is typical in the round
+LARGEST = 1e12  # times the broadcast statistic: rejected without comparing clients
 _NOTHING = 1e-30  # what rounding makes of a zero
 
 
 @dataclass(frozen=True)
 class Measures:
-    """The numbers by which an answer is compared with others, by the names of parts and tensors. Statistics that did
-    not move, such as those of a client with a single example, have none."""
+    """The numbers that compare an answer with others, by the names of parts and tensors. Statistics that did not move,
+    such as those of a client with a single example, have none."""
 
     examples: int
     directions: Mapping[str, float]
@@ -50,8 +50,8 @@ class Measures:
 
 
 def measured(update: Tree, parts: Parts, lengths: Mapping[str, float], steps: int | None) -> Measures:
-    """The measures of an update whose parts have these lengths. Its statistics are held to the sent ones, which the
-    part has, at once: UpdateRejected names the tensor. `steps`: S, if it is known."""
+    """The measures of an update with parts of these lengths. Its statistics are compared at once with those sent, which
+    the part holds: UpdateRejected names the tensor. `steps`: S, if known."""
     found: dict[str, float] = {}
     for name, part in parts.items():
         if isinstance(part, Statistics):
@@ -80,7 +80,7 @@ def _statistics(part: str, values: Tensors, described: Statistics, steps: int | 
 
 
 def check_variance(name: str, new: Tensor, old: Tensor, left: float) -> None:
-    """Raise UpdateRejected if a running variance is below the part of the old one that must be left of it."""
+    """Raise UpdateRejected if a running variance is below the share `left` that must remain of the old one."""
     if (new.double() < 0.999 * left * old.double() - _NOTHING).any():
         raise UpdateRejected(
             f"tensor '{name}' is below {left:.3g} times the variance sent, which its steps leave of it"
@@ -92,8 +92,8 @@ def largest(t: Tensor) -> float:
 
 
 def longest_feature(rows: Tree) -> float:
-    """max_c |G_c| / |b_c|: some example has a feature vector at least that long. Without a bias max_c |G_c|, at most
-    sqrt(2) times its length. Zero if there are no rows."""
+    """max_c |G_c| / |b_c|: some example has a feature vector at least this long. Without a bias it is max_c |G_c|, at
+    most sqrt(2) times that length. Zero if there are no rows."""
     weight, bias = rows["weight"], rows.get("bias")
     if not len(weight):
         return 0.0
@@ -104,7 +104,7 @@ def longest_feature(rows: Tree) -> float:
 
 
 def outliers(measures: Mapping[K, Measures], parts: Parts, model: Tensors) -> dict[K, UpdateRejected]:
-    """The clients whose update is far beyond those of the round, each with the reason."""
+    """The clients with updates far larger than the others of the round, each with the reason."""
     found: dict[K, UpdateRejected] = {}
     for reasons in (_long_steps(measures, model), _long_features(measures), _large_statistics(measures, parts)):
         for client, reason in reasons:
@@ -120,7 +120,7 @@ def _long_steps(measures: Mapping[K, Measures], model: Tensors) -> Iterator[tupl
         for k, length in lengths.items():
             bound = max(1.0, float(own), STEP * usual, STEP * an_example * measures[k].examples)
             if length > bound:
-                yield k, f"'{part}' has the length {length:.3g}; beside the other clients' {bound:.3g} is the most"
+                yield k, f"'{part}' has length {length:.3g}; given the other clients, at most {bound:.3g} is plausible"
 
 
 def _long_features(measures: Mapping[K, Measures]) -> Iterator[tuple[K, str]]:
@@ -129,7 +129,7 @@ def _long_features(measures: Mapping[K, Measures]) -> Iterator[tuple[K, str]]:
         for k, length in lengths.items():
             if length > bound:
                 reason = f"'{part}' comes from a feature vector of length {length:.3g}; "
-                yield k, f"{reason}beside the other clients' {bound:.3g} is the most"
+                yield k, f"{reason}given the other clients, at most {bound:.3g} is plausible"
 
 
 def _large_statistics(measures: Mapping[K, Measures], parts: Parts) -> Iterator[tuple[K, str]]:
@@ -142,9 +142,7 @@ def _large_statistics(measures: Mapping[K, Measures], parts: Parts) -> Iterator[
 
 
 def _too_large(name: str, number: float, bound: float) -> str:
-    return (
-        f"tensor '{name}' comes from data with a statistic of {number:.3g}; {bound:.3g} is the most that is plausible"
-    )
+    return f"tensor '{name}' comes from data with a statistic of {number:.3g}; at most {bound:.3g} is plausible"
 
 
 def _by_name(numbers: Mapping[K, Mapping[str, float]]) -> Iterator[tuple[str, dict[K, float]]]:
@@ -153,5 +151,5 @@ def _by_name(numbers: Mapping[K, Mapping[str, float]]) -> Iterator[tuple[str, di
 
 
 def most(scalars: Sequence[float], num_classes: int) -> float:
-    """The largest of these losses of a round that is plausible."""
+    """The largest plausible loss, given a round's losses."""
     return SCALAR * max(math.log(num_classes), statistics.median_low(abs(number) for number in scalars))

@@ -1,7 +1,7 @@
-"""What the server half of a method gets of a round: reductions over its clients, never their updates.
+"""What the server half of a method receives from a round: reductions over its clients, not their updates.
 
-`FromUpdates` reduces by the rule of the exchange. `FromSum` has the sum of a secure sum, and so means alone. Both give
-the same answers to the same questions, so a method cannot tell which it has.
+`FromUpdates` reduces by the rule of the exchange. `FromSum` has only a secure sum, and so only means. Both have the
+same interface, so a method cannot tell which one it has.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
 
 
 class Received(ABC):
-    """A round's answers, reduced. `clients`: those that count, in the order of their ids."""
+    """A round's answers, reduced. `clients`: those with an accepted answer, in order of their ids."""
 
     def __init__(self, exchange: Exchange, parts: Parts, clients: Sequence[ClientId], site: ServerSite) -> None:
         self.exchange, self.parts, self.clients, self.site = exchange, parts, list(clients), site
 
     def mean(self, part: str, weights: Sequence[float] | None = None) -> Tensors:
-        """The mean of a Direction or of Statistics. `weights`: what each client counts, if the method decides that
-        itself, for which it needs single updates; else as the part says, and alike if updates are clipped."""
+        """The mean of a Direction or of Statistics. `weights`: each client's weight, from a method that needs single
+        updates and decides it itself. By default the part decides; weights are equal if updates are clipped."""
         described = self.parts[part]
         mean = self._mean(part, described, weights)
         if isinstance(described, Direction):
@@ -41,7 +41,7 @@ class Received(ABC):
         return mean
 
     def total(self, part: str) -> Tensors:
-        """The sum of a Sum; real numbers in float64."""
+        """The total of a Sum; real numbers in float64."""
         total = self._total(part)
         real = {name: t for name, t in total.items() if t.is_floating_point()}
         return total | self._noisy(real, self.exchange.deviation, part)
@@ -56,8 +56,8 @@ class Received(ABC):
         return {**tree.add(model, self.mean("delta"), lr), **self.statistics()}
 
     def table(self, part: str, old: Tensors | None = None) -> tuple[Tensors, Tensor]:
-        """For each class the mean of ClassRows over the clients that report it, and which classes are released. A class
-        that is not keeps its row of `old` (None: zeros)."""
+        """For each class the mean of ClassRows over the clients that report it, and the mask of released classes. A
+        class that is not released keeps its row of `old` (None: zeros)."""
         described = self.parts[part]
         assert isinstance(described, ClassRows)
         old = tables.empty(described.like, self.site.num_classes) if old is None else old
@@ -70,8 +70,8 @@ class Received(ABC):
         return means, released
 
     def _noisy_table(self, part: str, described: ClassRows, old: Tensors) -> tuple[Tensors, Tensor]:
-        """The sum of each class's rows, none longer than class_clip, and the number of its clients get noise; the mean
-        is their ratio. Nothing else of the clients is used, so nothing else is released."""
+        """Add noise to the sum of each class's rows, none longer than class_clip, and to the number of its clients. The
+        mean is their ratio. Nothing else from the clients is used, so nothing else is released."""
         number, released = self._number(part), self.released(part)
         new = {name: t.clone() for name, t in old.items()}
         for c in released.nonzero().flatten().tolist():
@@ -81,11 +81,11 @@ class Received(ABC):
         return new, released
 
     def released(self, part: str) -> Tensor:
-        """The mask of the classes that enough clients report: min_clients, or what the rule needs."""
+        """The mask of the classes that enough clients report: min_clients, or as many as the rule needs."""
         return self._number(part) >= self.exchange.fewest_contributors()
 
     def _number(self, part: str) -> Tensor:
-        """How many clients report each class, with noise if the class rows get noise."""
+        """The number of clients that report each class, with noise if the class rows get noise."""
         number = self.contributors(part).double()
         noise = self.exchange.class_noise if self.exchange.class_clip is not None else 0.0
         return self._noisy({"number": number}, noise, "contributors")["number"]
@@ -97,7 +97,7 @@ class Received(ABC):
         return {name: with_noise(t, deviation, key, purpose, name, self.site.round) for name, t in values.items()}
 
     def record(self) -> dict[str, Any]:
-        """What the record of a round says of its answers."""
+        """The figures about the answers in a round's record."""
         found: dict[str, Any] = self._losses() if "loss" in self.parts else {"train_loss": None}
         for name, part in self.parts.items():
             if isinstance(part, ClassRows):
@@ -107,12 +107,12 @@ class Received(ABC):
 
     @abstractmethod
     def each(self, part: str) -> Mapping[ClientId, Any]:
-        """Each client's own, for a method that says why it needs single updates."""
+        """Each client's own part, for a method that says why it needs single updates."""
 
     @abstractmethod
     def _losses(self) -> dict[str, Any]:
-        """The mean of the clients' training losses, by examples; and which were capped because they are not
-        plausible."""
+        """The mean of the clients' training losses, weighted by examples, and which losses were capped as
+        implausible."""
 
     @abstractmethod
     def contributors(self, part: str) -> Tensor:
@@ -120,7 +120,7 @@ class Received(ABC):
 
     @abstractmethod
     def num_bytes(self) -> int:
-        """What the clients sent."""
+        """The number of bytes that the clients sent."""
 
     @abstractmethod
     def _mean(self, part: str, described: Part, weights: Sequence[float] | None) -> Tensors: ...
@@ -130,7 +130,7 @@ class Received(ABC):
 
     @abstractmethod
     def _rows(self, part: str, described: ClassRows, old: Tensors) -> Tensors:
-        """The mean of each class that somebody reports; `old` elsewhere."""
+        """The mean row of each class that somebody reports; the row of `old` for the others."""
 
     @abstractmethod
     def _clipped_row(self, part: str, described: ClassRows, c: int) -> Tensors:
@@ -138,7 +138,7 @@ class Received(ABC):
 
 
 class FromUpdates(Received):
-    """Reductions over the clients' updates, which may lie on a disk."""
+    """Reductions over the clients' updates, which may lie on disk."""
 
     def __init__(self, exchange: Exchange, parts: Parts, updates: Mapping[ClientId, Tree], site: ServerSite) -> None:
         accepted, names = list(updates.values()), directions(parts)
@@ -189,8 +189,8 @@ class FromUpdates(Received):
         return tree.weighted_mean(groups, [1.0] * len(groups))
 
     def _mean_statistics(self, part: str, groups: Sequence[Tensors]) -> Tensors:
-        """Statistics are values and have no length to clip or to compare: the rules that look at lengths and distances
-        take the median of all."""
+        """Statistics are values without a length to clip or compare, so rules based on lengths and distances take the
+        median of all clients."""
         match self.exchange.rule:
             case "mean":
                 return tree.weighted_mean(groups, _examples(self._counted))
@@ -236,12 +236,12 @@ class FromUpdates(Received):
 
 
 def _examples(updates: Sequence[Tree]) -> list[float]:
-    """n_k, the examples that each client trained on; one if the method has no count."""
+    """n_k, the number of examples that each client trained on; one if the method has no count."""
     return [float(update.get("count", 1)) for update in updates]
 
 
 class FromSum(Received):
-    """Means from the sum of the clients' summands, which a secure sum gives in float64 and whole numbers."""
+    """Means from the sum of the clients' summands. A secure sum gives it in float64 and whole numbers."""
 
     def __init__(
         self, exchange: Exchange, parts: Parts, total: Tree, clients: Sequence[ClientId], site: ServerSite
@@ -290,7 +290,7 @@ class FromSum(Received):
         return {name: self._sum[part][name][c] for name in described.like}  # each was clipped at its site
 
     def mean_update(self) -> dict[str, Any]:
-        """The mean of each part as one client would send it, so that it can be checked like an update."""
+        """The mean of each part in the form that one client would send, to be checked like an update."""
         update: dict[str, Any] = {}
         for name, part in self.parts.items():
             match part:

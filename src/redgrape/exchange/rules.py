@@ -1,4 +1,4 @@
-"""Averages that a minority of malicious clients cannot carry away, as functions of the clients' updates.
+"""Averages that a minority of malicious clients cannot control, as functions of the clients' updates.
 
     median          of every coordinate                                          Yin et al., ICML 2018
     trimmed mean    of every coordinate, without its f largest and f smallest    Yin et al., ICML 2018
@@ -6,8 +6,8 @@
     multi-Krum      the n - f - 2 updates with the best such scores
     norm clipping   no update longer than a bound                                Sun et al., 2019
 
-n updates, of which f may be malicious. Clients count alike in all but the last two. Updates may lie on a disk and are
-read tensor by tensor, in blocks of coordinates, so that memory holds a block of all clients and never all updates.
+Of n updates, f may be malicious. Clients have equal weights in all but the last two. Updates may lie on disk. They are
+read tensor by tensor, in blocks of coordinates: memory holds a block of all clients, never all updates.
 """
 
 from __future__ import annotations
@@ -24,30 +24,30 @@ from redgrape.tree import Tensors, Tree
 
 Rule: TypeAlias = Literal["mean", "median", "trimmed_mean", "krum", "multi_krum", "norm_clipping"]
 
-_BLOCK = 1 << 24  # numbers of all clients that are held at once
+_BLOCK = 1 << 24  # numbers held at once, over all clients
 
 
 def fewest_updates(rule: Rule, byzantine: int, update_norm: float | None) -> int:
-    """How many updates a rule needs to withstand this many malicious ones; with fewer it would promise nothing."""
+    """The number of updates a rule needs to withstand this many malicious ones; with fewer it guarantees nothing."""
     if rule in ("krum", "multi_krum"):
         return 2 * byzantine + 3
     if rule in ("median", "trimmed_mean") or (rule == "norm_clipping" and update_norm is None):
-        return 2 * byzantine + 1  # the honest must be the majority
+        return 2 * byzantine + 1  # honest clients must be the majority
     return 1
 
 
 def most_counted(rule: Rule, byzantine: int, updates: int) -> int:
-    """How many of this many updates enter the average."""
+    """The number of updates, out of `updates`, that enter the average."""
     return {"krum": 1, "multi_krum": updates - byzantine - 2}.get(rule, updates)
 
 
 def fewest_holders(rule: Rule, byzantine: int) -> int:
-    """How many clients must report a class for the rules that average over its reporters."""
+    """The number of clients that must report a class, for rules that average over its reporters."""
     return 2 * byzantine + 1 if rule in ("median", "trimmed_mean") else 1
 
 
 def median(groups: Sequence[Mapping[str, Tensor]]) -> Tensors:
-    """The median of every coordinate: of an even number of values, the mean of the two in the middle."""
+    """The median of every coordinate; for an even number of values the mean of the middle two."""
     return _by_coordinate(groups, _middle)
 
 
@@ -68,7 +68,7 @@ def _middle(values: Tensor) -> Tensor:
 
 
 def _by_coordinate(groups: Sequence[Mapping[str, Tensor]], reduce: Callable[[Tensor], Tensor]) -> Tensors:
-    """`reduce` of the clients' values [n, block], sorted: the order of the clients does not matter."""
+    """`reduce` applied to the clients' sorted values [n, block]; the order of the clients does not matter."""
     reduced: Tensors = {}
     for name, first in groups[0].items():
         result = torch.empty(first.numel(), dtype=first.dtype)
@@ -79,7 +79,7 @@ def _by_coordinate(groups: Sequence[Mapping[str, Tensor]], reduce: Callable[[Ten
 
 
 def _blocks(groups: Sequence[Mapping[str, Tensor]], name: str) -> Iterator[tuple[slice, Tensor]]:
-    """A tensor's coordinates block by block: where they are, and every client's values [n, block]."""
+    """A tensor's coordinates in blocks: the slice, and every client's values [n, block]."""
     numbers = groups[0][name].numel()
     size = max(1, _BLOCK // len(groups))
     for start in range(0, numbers, size):
@@ -88,7 +88,7 @@ def _blocks(groups: Sequence[Mapping[str, Tensor]], name: str) -> Iterator[tuple
 
 
 def squared_distances(updates: Sequence[Tree], directions: Sequence[str]) -> Tensor:
-    """Between any two updates, over all their directions together: [n, n] in float64."""
+    """The squared distances between updates, over all their directions together: [n, n] in float64."""
     n = len(updates)
     total = torch.zeros(n, n, dtype=torch.float64)
     for part in directions:
@@ -102,7 +102,7 @@ def squared_distances(updates: Sequence[Tree], directions: Sequence[str]) -> Ten
 
 
 def krum_scores(distances: Tensor, byzantine: int) -> Tensor:
-    """For every update the sum of its n - f - 2 smallest squared distances to others."""
+    """For each update, the sum of its n - f - 2 smallest squared distances to others."""
     n = len(distances)
     others = distances + torch.diag(torch.full((n,), math.inf, dtype=distances.dtype))
     nearest: Tensor = others.sort(dim=1).values[:, : n - byzantine - 2]
@@ -110,7 +110,7 @@ def krum_scores(distances: Tensor, byzantine: int) -> Tensor:
 
 
 def krum(updates: Sequence[Tree], directions: Sequence[str], byzantine: int, *, several: bool) -> list[int]:
-    """The places of the chosen updates, in rising order: the best, or the n - f - 2 best. Of equal ones the first."""
+    """The indices of the chosen updates, ascending: the best, or the n - f - 2 best. The first wins a tie."""
     best = krum_scores(squared_distances(updates, directions), byzantine).sort(stable=True).indices.tolist()
     return sorted(best[: len(updates) - byzantine - 2 if several else 1])
 
@@ -122,7 +122,7 @@ def norm(update: Tree, directions: Sequence[str]) -> float:
 
 
 def clip(updates: Sequence[Tree], directions: Sequence[str], longest: float | None) -> list[Tree]:
-    """The updates with none longer than `longest`, or than the median of their lengths."""
+    """The updates clipped to the length `longest`, or to their median length."""
     norms = [norm(update, directions) for update in updates]
     bound = float(np.median(norms)) if longest is None else longest
     return [
@@ -132,7 +132,7 @@ def clip(updates: Sequence[Tree], directions: Sequence[str], longest: float | No
 
 
 class _Scaled(Mapping[str, Any]):
-    """An update whose directions are shortened when they are read."""
+    """An update with directions that are scaled when they are read."""
 
     def __init__(self, update: Tree, directions: Sequence[str], factor: float) -> None:
         self._update, self._directions, self._factor = update, directions, factor

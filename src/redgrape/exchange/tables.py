@@ -1,7 +1,7 @@
-"""Class rows of several clients as tables with a row for each class: means over the clients that report a class.
+"""Class rows of several clients as tables with a row per class: means over the clients that report a class.
 
-A table has the class as its first axis. Tables may be larger than memory likes, so means are made of some classes at a
-time, in float64, in the order of the clients.
+A table has the class as its first axis. Tables may be large, so means are computed over a few classes at a time, in
+float64, in the order of the clients.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from torch import Tensor
 
 from redgrape.tree import Tensors, Tree
 
-_BLOCK = 1 << 25  # numbers of a table that are averaged or summed at once
+_BLOCK = 1 << 25  # numbers of a table averaged or summed at once
 
 
 def per_class(values: Tensor, table: Tensor) -> Tensor:
-    """One value a class, shaped to go with a table."""
+    """One value per class, shaped to broadcast with a table."""
     return values.reshape(-1, *[1] * (table.dim() - 1))
 
 
@@ -27,7 +27,7 @@ def empty(like: Tensors, C: int) -> Tensors:
 
 
 def contributors(sent: Sequence[Tree], C: int) -> Tensor:
-    """How many clients report each class [C]."""
+    """The number of clients that report each class [C]."""
     total = torch.zeros(C, dtype=torch.int64)
     for rows in sent:
         total[rows["classes"]] += 1  # a client names a class once
@@ -35,8 +35,8 @@ def contributors(sent: Sequence[Tree], C: int) -> Tensor:
 
 
 def mean_over_holders(sent: Sequence[Tree], old: Tensors, weights: Sequence[Tensor] | None = None) -> Tensors:
-    """The mean of the clients' rows over those that report a class; `old` if nobody does. `weights`: for each client a
-    number for each of its classes (None: all clients count alike)."""
+    """The mean row of each class over the clients that report it; `old` if nobody does. `weights`: for each client a
+    number per class it reports (None: equal weights)."""
     C = len(next(iter(old.values())))
     each = [torch.ones(len(s["classes"]), dtype=torch.float64) for s in sent]
     if weights is not None:
@@ -63,11 +63,11 @@ def mean_over_holders(sent: Sequence[Tree], old: Tensors, weights: Sequence[Tens
 def over_holders(
     sent: Sequence[Tree], old: Tensors, fewest: int, reduce: Callable[[Sequence[Mapping[str, Tensor]]], Tensors]
 ) -> Tensors:
-    """The same with another average than the mean. A class that fewer than `fewest` clients report counts as reported
-    by nobody: the malicious could be the majority there."""
+    """The same with another average than the mean. A class with fewer than `fewest` reporters counts as reported by
+    nobody: malicious clients could be the majority."""
     C = len(next(iter(old.values())))
     means = {name: t.clone() for name, t in old.items()}
-    holders: list[list[tuple[int, int]]] = [[] for _ in range(C)]  # of each class: the client and its row
+    holders: list[list[tuple[int, int]]] = [[] for _ in range(C)]  # per class: (client, row)
     for k, rows in enumerate(sent):
         for row, c in enumerate(rows["classes"].tolist()):
             holders[c].append((k, row))
@@ -79,7 +79,7 @@ def over_holders(
 
 
 class _Row(Mapping[str, Tensor]):
-    """One class's row among those that a client sent."""
+    """One class's row from a client's rows."""
 
     def __init__(self, rows: Tree, row: int, names: Mapping[str, Tensor]) -> None:
         self._rows, self._row, self._names = rows, row, list(names)
@@ -102,12 +102,12 @@ def lengths(rows: Tree, names: Mapping[str, Tensor]) -> Tensor:
 
 
 def _flat(rows: Tensor) -> Tensor:
-    """The numbers of each row, which may be a single one [m, numbers]."""
+    """Each row as a vector [m, numbers], even if it is a single number."""
     return rows.unsqueeze(-1).flatten(start_dim=1)
 
 
 def clip_by_class(sent: Sequence[Tree], like: Tensors, C: int) -> Iterator[Tensors]:
-    """The clients' rows with none longer than the median length among the reporters of its class."""
+    """The clients' rows, each clipped to the median length among the reporters of its class."""
     of_each = [lengths(rows, like) for rows in sent]
     of_class: list[list[float]] = [[] for _ in range(C)]
     for rows, length in zip(sent, of_each, strict=True):
@@ -123,7 +123,7 @@ def clip_by_class(sent: Sequence[Tree], like: Tensors, C: int) -> Iterator[Tenso
 
 
 def clipped(rows: Tree, like: Tensors, longest: float) -> Tensors:
-    """A client's rows in float64, none longer than `longest`."""
+    """A client's rows in float64, clipped to the length `longest`."""
     exact = {name: rows[name].double() for name in like}
     numbers = {name: t for name, t in rows.items() if name not in like}
     of_each = torch.stack([torch.linalg.vector_norm(_flat(t), dim=1) for t in exact.values()])
@@ -133,8 +133,8 @@ def clipped(rows: Tree, like: Tensors, longest: float) -> Tensors:
 
 
 def dense(rows: Tree, like: Tensors, C: int) -> Tensors:
-    """A client's rows as tables of all C classes, zero where it reports none, times what it counts in the mean: one, or
-    the client's examples of the class. `clients` is one where it reports a class."""
+    """A client's rows as tables of all C classes, zero for classes it does not report. Each row is multiplied by its
+    weight in the mean: one, or the client's examples of the class. `clients` is one for each reported class."""
     classes, counts = rows["classes"], rows.get("counts")
 
     def table(values: Tensor) -> Tensor:
@@ -147,12 +147,12 @@ def dense(rows: Tree, like: Tensors, C: int) -> Tensors:
 
 
 def blocks(count: int, size: int) -> Iterator[slice]:
-    """`count` things of `size` numbers each, in slices of bounded size, though of at least one thing."""
+    """Slices of bounded size over `count` items of `size` numbers each, with at least one item per slice."""
     step = max(1, _BLOCK // size)
     return (slice(start, min(start + step, count)) for start in range(0, count, step))
 
 
 def _within(classes: Tensor, block: slice) -> tuple[Tensor, Tensor]:
-    """The rows at which a client's classes lie in this block, and these classes."""
+    """The indices of a client's classes that lie in this block, and these classes."""
     rows = ((classes >= block.start) & (classes < block.stop)).nonzero().flatten()
     return rows, classes[rows]

@@ -1,1 +1,1 @@
-"""Models that leave a run: export, card, inference."""
+"""Exported models: export, model card, inference."""

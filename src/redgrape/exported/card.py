@@ -1,4 +1,4 @@
-"""A model's card: what it is, how well it does, how to use it, and what it should not be used for, in Markdown."""
+"""The model card in Markdown: what the model is, how to use it, how well it performs, and its limits."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FIGURES = {
 
 
 def write_card(card: Mapping[str, Any], told: str) -> str:
-    """The card of what model.json says; `told` is what its method's messages tell beyond those of averaging."""
+    """Write the card from the content of model.json. `told` is what the method discloses beyond plain averaging."""
     run, experiment = card["run"], card["run"]["experiment"]
     sections = [
         f"# {plain(experiment['method']['name'])} on {plain(experiment['data']['source'])}",
@@ -42,7 +42,7 @@ def write_card(card: Mapping[str, Any], told: str) -> str:
 
 
 def plain(text: Any) -> str:
-    """Text that Markdown shows as it is: on one line, with nothing in it that could be markup."""
+    """Text on one line, escaped so that Markdown shows it literally."""
     printable = "".join(c if c.isprintable() else " " for c in str(text))
     return re.sub(r"([\\`*_\[\]<>|#~&$@:!])", r"\\\1", " ".join(printable.split()))
 
@@ -76,19 +76,21 @@ def _use(card: Mapping[str, Any]) -> str:
     shape = ", ".join(["n", *map(str, card["input"]["shape"])])
     if pixels := card["input"]["pixels"]:
         treatment = (
-            f"`x` holds pixels as uint8, [{shape}]. They are treated inside the model: divided by 255, less the mean "
+            f"`x` holds pixels as uint8, [{shape}]. The model normalises them: divided by 255, minus the mean "
             f"{_numbers(pixels['mean'])}, divided by the standard deviation {_numbers(pixels['std'])} of each channel. "
-            f"Image files of another size are resized, which distorts them where their sides have other proportions."
+            f"Image files of another size are resized, which distorts them if their aspect ratio differs."
         )
     else:
-        treatment = f"`x` holds floats, [{shape}], which the net takes as they are."
+        treatment = f"`x` holds floats, [{shape}], which go to the net unchanged."
     name = "pixels" if pixels else "x"
-    runtime = f"\n\nThe input of model.onnx is named `{name}`, its output `logits`; the treatment is part of the graph."
+    runtime = (
+        f"\n\nThe input of model.onnx is named `{name}`, its output `logits`; the normalisation is part of the graph."
+    )
     return (
         "```python\nfrom redgrape.exported.model import load_model\n\n"
         'model = load_model("path/to/this/folder")\n'
         "model.predict(x)  # the names of the classes\n"
-        "model(x)  # the probabilities, a row for each example\n```\n\n"
+        "model(x)  # the probabilities, one row per example\n```\n\n"
         f"{treatment}{runtime if card['weights']['format'] == 'onnx' else ''}"
     )
 
@@ -118,20 +120,24 @@ def _results(run: Mapping[str, Any], class_names: Sequence[str]) -> str:
 
 def _tested_on(run: Mapping[str, Any]) -> str:
     if run["class_counts"] is not None:
-        return "Accuracy on the test set, of which no client held any example."
+        return "Accuracy on the test set. No client held any of its examples."
     if run["evaluated"] == "server":
-        return "Accuracy on a test set of the server's own."
+        return "Accuracy on a test set of the server."
     floor = run["evaluated_from"]
-    least = f" Each site judged only classes of which it had at least {floor} training examples." if floor > 1 else ""
-    return f"Accuracy on test sets of the sites, with which they did not train.{least}"
+    least = (
+        f" Each site evaluated only classes with at least {floor} training examples of its own." if floor > 1 else ""
+    )
+    return f"Accuracy on test sets of the sites, which were not used for training.{least}"
 
 
 def _head_and_tail(run: Mapping[str, Any]) -> str:
     if run["class_counts"] is not None:
         return "Head and tail are the classes with the most and the fewest training examples."
     if run["groups"]["tail"]:
-        return "The tail are the classes that were named so when the deployment was made, and the head all others."
-    return "There are no head and tail: which classes are rare, only the sites know."
+        return (
+            "The tail consists of the classes named as such when the deployment was created. All others are the head."
+        )
+    return "There is no head or tail: only the sites know which classes are rare."
 
 
 def _classes(card: Mapping[str, Any]) -> str:
@@ -159,12 +165,12 @@ def _data(run: Mapping[str, Any]) -> str:
     if counts is None:
         return bullets(
             [
-                f"source: the {run['clients']} sites of a deployment, where the examples have stayed",
-                "training examples of each class: known to the sites alone",
+                f"source: the {run['clients']} sites of a deployment; the examples stayed there",
+                "training examples of each class: known only to the sites",
             ]
         )
     largest, smallest = max(counts), min(counts)
-    ratio = f"{largest / smallest:.1f}" if smallest else "without bound, since a class has no example"
+    ratio = f"{largest / smallest:.1f}" if smallest else "unbounded, because a class has no example"
     asked = f", made with an imbalance ratio of {data['ir']:g}" if data["imbalance"] != "natural" else ""
     alpha = f" with alpha {data['alpha']:g}" if data["partition"] not in ("iid", "natural") else ""
     return bullets(
@@ -199,26 +205,25 @@ def _limits(card: Mapping[str, Any]) -> str:
     example = "" if rarest is None else f" ({plain(names[rarest])} from {counts[rarest]})"
     return bullets(
         [
-            f"It answers with one of its {len(names)} classes, whatever it is shown; for anything else the answer "
-            f"means nothing.",
+            f"It always answers with one of its {len(names)} classes. For any other input, the answer is meaningless.",
             f"Rare classes were learned from few examples{example}; look at their own accuracy above, not at the "
-            "overall one.",
-            "The figures hold for test data from the same source. On other data, or other shares of the classes, "
+            "overall accuracy.",
+            "The figures hold for test data from the same source. On other data, or with other class shares, "
             "measure again (`redgrape.exported.inference.evaluate_model`).",
-            "Its probabilities have not been calibrated.",
-            "It is a result of research. Do not let it decide on people's health, safety, rights or money.",
+            "Its probabilities are not calibrated.",
+            "It is a research result. Do not let it make decisions about people's health, safety, rights or money.",
         ]
     )
 
 
 def _privacy(told: str, *, summed: bool) -> str:
     general = (
-        "In federated learning the examples stay with the clients, but what a client sends is computed from them "
-        "and can reveal something of them, and so can the weights in this folder."
+        "In federated learning the examples stay with the clients. But what a client sends is computed from them "
+        "and can reveal something about them. So can the weights in this folder."
     )
     sums = (
-        "This model was trained with secure aggregation: what a client sent reached the server masked, so that it "
-        "could read the sum over a round's clients and no client's own part of it."
+        "This model was trained with secure aggregation: client messages reached the server masked. It "
+        "could read the sum over the clients of a round, but no client's own part."
     )
     return "\n\n".join(words for words in (general, told, sums if summed else "") if words)
 

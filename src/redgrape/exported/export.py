@@ -1,11 +1,11 @@
-"""From a run folder to a model folder, which can be given away:
+"""Export a run folder to a model folder that can be shared:
 
     model.safetensors   or model.onnx: encoder P and classifier W, and nothing else of the run
-    model.json          how to rebuild the net and treat its inputs, the checksum, and the facts of the card
-    README.md           the model's card, for people
+    model.json          how to rebuild the net and prepare its inputs, the checksum, and the facts for the card
+    README.md           the model card, for people
     SHA256SUMS          their checksums
 
-No path of the machine gets into any of them.
+None of them contains a path of this machine.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ from redgrape.tree import Tensors
 
 
 def export(run: Path, out: Path, format: Format = "safetensors") -> Path:
-    """Write the model of the run's newest checkpoint into the folder `out`, which appears whole or not at all."""
+    """Write the model of the newest checkpoint to the folder `out`. The folder is created atomically."""
     if format not in WEIGHTS:
         raise unknown("format", format, WEIGHTS)
     with durable.storage_errors("read", out):
         if out.exists() and (not out.is_dir() or any(out.iterdir())):
-            raise ConfigError(f"'{out}' exists already and is not an empty folder; name another")
+            raise ConfigError(f"'{out}' already exists and is not an empty folder; choose another")
     folder = RunFolder.open(run)
     view = RunView.read(run)
     state = newest_state(folder, view)
@@ -55,7 +55,9 @@ def export(run: Path, out: Path, format: Format = "safetensors") -> Path:
         with torch.device("meta"):
             expected = nets.build(name, shape, classes, seed=0).state_dict()
     except (KeyError, TypeError, RuntimeError) as error:
-        raise StorageError(f"'{run / 'environment.json'}' is damaged: it tells no input and classes") from error
+        raise StorageError(
+            f"'{run / 'environment.json'}' is damaged: input and classes are missing or invalid"
+        ) from error
     check_model(state, expected, folder)
     model: Tensors = state.server["model"]
     card: dict[str, Any] = {
@@ -79,18 +81,18 @@ def export(run: Path, out: Path, format: Format = "safetensors") -> Path:
 
 
 def newest_state(folder: RunFolder, view: RunView) -> RunState:
-    """The state of the newest checkpoint that is whole; of a finished run its last round's, and no other."""
+    """The state of the newest intact checkpoint. For a finished run, only that of the last round is accepted."""
     state, wrong = folder.latest()
     last = view.experiment["rounds"]
     if view.rounds_done == last and (state is None or state.round < last):
         reason = "; ".join(wrong) or f"it has no checkpoint of round {last}"
         raise StorageError(
-            f"'{folder.path}' is finished, and its model is lost: {reason}; `redgrape resume` makes it anew"
+            f"'{folder.path}' is finished, but its model is lost: {reason}; run `redgrape resume` to compute it again"
         )
     if state is None:
-        raise StorageError(f"'{folder.path}' has no checkpoint yet; let it finish a round first")
+        raise StorageError(f"'{folder.path}' has no checkpoint yet; finish a round first")
     if view.summary is not None and view.summary["state"] != digest_of_state(state):
-        raise StorageError(f"the checkpoint of round {last} in '{folder.path}' is not that of summary.json")
+        raise StorageError(f"the checkpoint of round {last} in '{folder.path}' does not match summary.json")
     return state
 
 
@@ -117,7 +119,7 @@ def _facts(view: RunView, state: RunState, environment: Mapping[str, Any]) -> di
 
 
 def _without_paths(value: Any) -> Any:
-    """Of every path its last part; and infinity, which JSON lacks, as a word."""
+    """Keep only the last part of every path. Replace infinity, which JSON lacks, by a word."""
     if isinstance(value, Mapping):
         return {name: _without_paths(inner) for name, inner in value.items()}
     if isinstance(value, list):
@@ -130,7 +132,7 @@ def _without_paths(value: Any) -> Any:
 
 
 class _FromRawInputs(nn.Module):
-    """The net with the treatment of its inputs before it."""
+    """The net, preceded by the preparation of its inputs."""
 
     def __init__(self, net: Net, description: Description) -> None:
         super().__init__()
@@ -170,12 +172,12 @@ def _onnx(model: Tensors, description: Description) -> bytes:
             )
     finally:
         log.setLevel(level)
-    assert program is not None  # it is None where a file is written
+    assert program is not None  # it is None only if a file is written
     return _bare(program.model_proto)
 
 
 def _bare(proto: Any) -> bytes:
-    """Without the exporter's notes, which hold stack traces and so the paths of this machine's files."""
+    """Remove the notes of the exporter. They hold stack traces, and thus paths of this machine."""
     graph = proto.graph
     for part in (proto, graph, *graph.node, *graph.input, *graph.output, *graph.value_info, *graph.initializer):
         part.ClearField("metadata_props")

@@ -1,4 +1,4 @@
-"""A model on new data: read files, predict their classes, and measure how well it does where labels are known."""
+"""Apply a model to new data: read files, predict classes, and evaluate if labels are known."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CALIBRATION_BINS = 15
 
 @dataclass(frozen=True)
 class Prediction:
-    """The class taken for the example of this name, and the one that came second."""
+    """The predicted class of an example, and the runner-up."""
 
     name: str
     label: str
@@ -34,7 +34,7 @@ class Prediction:
 
 
 def predict_file(path: Path, model: Model) -> list[Prediction]:
-    """A prediction for an image, for each image of a folder, or for each row of an .npz file's `x`."""
+    """Predict an image, each image in a folder, or each row of `x` in an .npz file."""
     inputs, names = read_inputs(path, model)
     z = model.logits(inputs)
     p = z.softmax(dim=1)
@@ -46,8 +46,8 @@ def predict_file(path: Path, model: Model) -> list[Prediction]:
 
 
 def read_inputs(path: Path, model: Model) -> tuple[Any, list[str]]:
-    """Inputs without labels, and a name for each: an image, a folder of images with or without sub-folders, or the `x`
-    of an .npz file. Images get the model's size and colours."""
+    """Unlabelled inputs and their names: an image, a folder of images with or without sub-folders, or `x` in an .npz
+    file. Images are converted to the size and colours of the model."""
     if path.is_dir():
         with durable.storage_errors("read", path):
             files = sorted(file for file in path.rglob("*") if _is_image(file.relative_to(path)) and file.is_file())
@@ -55,7 +55,7 @@ def read_inputs(path: Path, model: Model) -> tuple[Any, list[str]]:
             raise DataError(f"'{path}' holds no images ({' '.join(sorted(user_data.IMAGE_SUFFIXES))})")
         return _decoded(files, model), [file.relative_to(path).as_posix() for file in files]
     if not path.exists():
-        raise DataError(f"nothing is at '{path}'; pass an image, a folder of images or an .npz file with `x`")
+        raise DataError(f"'{path}' does not exist; pass an image, a folder of images or an .npz file with `x`")
     if path.suffix == ".npz":
         x = user_data.as_inputs(user_data.Arrays(path)["x"], f"{path}: x")
         return x, [str(row) for row in range(len(x))]
@@ -63,13 +63,13 @@ def read_inputs(path: Path, model: Model) -> tuple[Any, list[str]]:
 
 
 def read_labelled(path: Path, model: Model) -> Examples:
-    """Labelled examples: a folder of images with a sub-folder for each class, or an .npz file with `x` and `y`. Where
-    the data names its test set, as for training (`test/`, `x_test`, the rows marked `test`), only that is taken."""
+    """Labelled examples, from a folder of images with one sub-folder per class or an .npz file with `x` and `y`. If the
+    data names a test set, as for training (`test/`, `x_test`, rows marked `test`), only that is read."""
     return _labelled_folder(path, model) if path.is_dir() else _labelled_npz(path, model)
 
 
 def names_test_set(path: Path) -> bool:
-    """Whether the data says which of it is for the test; else all of it is used, also what a model was trained on."""
+    """Whether the data names a test set. If not, all of it is used, even examples that the model was trained on."""
     if path.is_dir():
         return (path / "test").is_dir()
     arrays = user_data.Arrays(path)
@@ -87,7 +87,7 @@ def _labelled_folder(path: Path, model: Model) -> Examples:
             files += found
             labels += [label] * len(found)
     if not files:
-        raise DataError(f"'{path}' has no sub-folders; labelled images lie in a sub-folder for each class")
+        raise DataError(f"'{path}' has no sub-folders; put labelled images in one sub-folder per class")
     return Examples(_decoded(files, model), torch.tensor(labels))
 
 
@@ -96,7 +96,7 @@ def _labelled_npz(path: Path, model: Model) -> Examples:
     suffix = "_test" if "x_test" in arrays else ""
     x = user_data.as_inputs(arrays[f"x{suffix}"], f"{path}: x{suffix}")
     y = user_data.as_labels(arrays[f"y{suffix}"], f"{path}: y{suffix}")
-    if "class_names" in arrays:  # the file may number its classes in another order
+    if "class_names" in arrays:  # the file may use another class order
         names = user_data.names_of_classes(arrays, user_data.highest_label(y), len(y))
         y = np.array(_class_numbers(names, model, path), np.int64)[y]
     examples = model.arranged(Examples(x, y))
@@ -107,7 +107,7 @@ def _class_numbers(names: Sequence[str], model: Model, path: Path) -> list[int]:
     for name in names:
         if name not in model.class_names:
             known = ", ".join(model.class_names[:10]) + (", ..." if len(model.class_names) > 10 else "")
-            raise DataError(f"'{path}' has a class '{name}' that the model does not know; it knows {known}")
+            raise DataError(f"'{path}' has a class '{name}' that the model does not know; its classes are {known}")
     return [model.class_names.index(name) for name in names]
 
 
@@ -116,7 +116,7 @@ def _is_image(path: Path) -> bool:
 
 
 def _decoded(files: Sequence[Path], model: Model) -> Any:
-    """The images as [n, channels, height, width], resized as training data is where their size is another."""
+    """The images as [n, channels, height, width]. Images of another size are resized as for training."""
     if not model.takes_pixels or len(model.shape) != 3 or model.shape[0] not in (1, 3):
         raise DataError(f"'{files[0]}': the model takes {model.takes}, not images; pass an .npz file with `x`")
     c, h, w = model.shape
@@ -135,7 +135,7 @@ def _decoded(files: Sequence[Path], model: Model) -> Any:
 
 
 def evaluate_model(model: Model, examples: Examples) -> dict[str, Any]:
-    """How well the model does on examples whose labels number its classes. With p the probabilities of an example, y
+    """Evaluate the model on examples whose labels are indices of its classes. With p the probabilities of an example, y
     its label, and means over all examples:
 
         nll    mean of -log p_y
@@ -146,7 +146,7 @@ def evaluate_model(model: Model, examples: Examples) -> dict[str, Any]:
     class that is never predicted. `balanced` and `macro_f1` are means over the classes that have examples.
     """
     if len(examples) == 0:
-        raise DataError("there are no examples to evaluate the model on")
+        raise DataError("there are no examples to evaluate")
     n, C = len(examples), len(model.class_names)
     examples = model.arranged(examples)
     examples.check(C, "evaluation data")

@@ -1,4 +1,4 @@
-"""An exported model: loaded in one call, it predicts from raw inputs and needs nothing of the run that it came from."""
+"""Exported models. A model is loaded in one call, predicts from raw inputs, and does not need its run."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class _Input(BaseModel):
 
 
 class Description(BaseModel):
-    """What model.json must say for the net to be built again."""
+    """The content of model.json that is needed to rebuild the net."""
 
     format: int
     weights: _Weights
@@ -59,13 +59,13 @@ class Description(BaseModel):
 
 
 class Model:
-    """The inference model, encoder P and classifier W, with what has to be done to its inputs before.
+    """The inference model: encoder P and classifier W, with the preparation of inputs.
 
     model = load_model("my_model")
     model.predict(x)      # class names
-    model(x)              # probabilities, a row an example
+    model(x)              # probabilities, one row per example
 
-    `card` is what model.json says: how the model was made, on what data, and how well it does.
+    `card` is the content of model.json: how the model was trained, on what data, and how well it performs.
     """
 
     def __init__(self, card: Mapping[str, Any], forward: Forward) -> None:
@@ -77,7 +77,7 @@ class Model:
 
     @property
     def takes(self) -> str:
-        """The inputs that it takes, in words."""
+        """The accepted inputs, in words."""
         shapes = [self.shape]
         if self.takes_pixels and len(self.shape) == 3:
             c, h, w = self.shape
@@ -86,14 +86,14 @@ class Model:
         return f"{kind} of shape " + " or ".join(f"[{', '.join(['n', *map(str, shape)])}]" for shape in shapes)
 
     def __call__(self, x: np.ndarray[Any, Any] | Tensor, batch: int = BATCH) -> Tensor:
-        """Probabilities [n, C] of inputs as the data source holds them."""
+        """Probabilities [n, C] of raw inputs, in the form of the data source."""
         return self.logits(x, batch).softmax(dim=1)
 
     def predict(self, x: np.ndarray[Any, Any] | Tensor, batch: int = BATCH) -> list[str]:
         return [self.class_names[c] for c in self.logits(x, batch).argmax(dim=1).tolist()]
 
     def logits(self, x: np.ndarray[Any, Any] | Tensor, batch: int = BATCH) -> Tensor:
-        """In batches of 256 the run's own evaluation, bit for bit."""
+        """Logits [n, C]. In batches of 256, they equal those of the run's own evaluation bit for bit."""
         if batch < 1:
             raise ConfigError(f"batch is {batch}; it must be at least 1")
         if np.ndim(x) == 0:
@@ -106,14 +106,14 @@ class Model:
 
     @torch.inference_mode()
     def batch_logits(self, examples: Examples, start: int, batch: int = BATCH) -> Tensor:
-        """Of the batch that begins at row `start` of examples that are `arranged`."""
+        """Logits of the batch that begins at row `start`. The examples must be `arranged`."""
         rows = torch.arange(start, min(start + batch, len(examples)))
         x = examples.x[rows if examples.rows is None else examples.rows[rows]]
         with same_bits_everywhere():
             return self._forward(x.clone(memory_format=torch.contiguous_format))
 
     def arranged(self, examples: Examples) -> Examples:
-        """The examples with their channels first, or DataError where the model does not take them."""
+        """The examples with channels first. Raise DataError if the model does not accept them."""
         x = examples.x
         given = tuple(x.shape[1:])
         if (x.dtype == torch.uint8) == self.takes_pixels:
@@ -130,14 +130,14 @@ class Model:
 
 
 def load_model(folder: Path | str) -> Model:
-    """The model that `redgrape export` wrote into this folder, checked against its checksum."""
+    """Load the model that `redgrape export` wrote to this folder, and verify its checksum."""
     folder = Path(folder)
     card, description = _read_card(folder)
     path = folder / WEIGHTS[description.weights.format]
     with durable.storage_errors("read", path):
         data = durable.ordinary(path).read_bytes()
     if hashlib.sha256(data).hexdigest() != description.weights.sha256:
-        raise DataError(f"'{path}' is damaged: its SHA-256 is not that of model.json; export the model again")
+        raise DataError(f"'{path}' is damaged: its SHA-256 does not match model.json; export the model again")
     load = _onnx_forward if description.weights.format == "onnx" else _torch_forward
     return Model(card, load(data, description, path))
 
@@ -145,11 +145,11 @@ def load_model(folder: Path | str) -> Model:
 def _read_card(folder: Path) -> tuple[dict[str, Any], Description]:
     path = folder / "model.json"
     if not path.is_file():
-        raise DataError(f"'{folder}' is not a model folder: it has no model.json; `redgrape export` makes one")
+        raise DataError(f"'{folder}' is not a model folder: it has no model.json; create one with `redgrape export`")
     with durable.storage_errors("read", path):
         data = path.read_bytes()
     if not checksums.fits(folder, path.name, data):
-        raise DataError(f"'{path}' is damaged: its SHA-256 is not that in {checksums.NAME}; export the model again")
+        raise DataError(f"'{path}' is damaged: its SHA-256 does not match {checksums.NAME}; export the model again")
     try:
         card = json.loads(data)
         description = Description.model_validate_json(data, strict=True)
@@ -170,13 +170,13 @@ def _torch_forward(data: bytes, description: Description, path: Path) -> Forward
         net = nets.build(description.net, description.input.shape, len(description.class_names), seed=0).to(dtype)
         net.load_state_dict(tensors)
     except (RuntimeError, ValueError, TypeError, safetensors.SafetensorError) as error:
-        raise DataError(f"'{path}' does not hold the weights of the net that model.json describes") from error
+        raise DataError(f"'{path}' does not hold the weights of the net in model.json") from error
     net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # missing in torch's stubs
     return forward_of(net.eval(), pixels_of(description))
 
 
 def _check_size(description: Description, data: bytes) -> None:
-    """Raise ValueError where the net has more weights than the file, before memory is taken for them."""
+    """Raise ValueError if the net has more weights than the file, before allocating memory for them."""
     with torch.device("meta"):
         net = nets.build(description.net, description.input.shape, len(description.class_names), seed=0)
     if sum(t.numel() for t in net.state_dict().values()) > len(data):
@@ -189,7 +189,7 @@ def pixels_of(description: Description) -> Pixels:
 
 
 def forward_of(net: Net, pixels: Pixels) -> Forward:
-    """From raw inputs to logits as `evaluate.logits` goes."""
+    """A function from raw inputs to logits, equal to `evaluate.logits`."""
     dtype = net.classifier.weight.dtype
 
     def forward(x: Tensor) -> Tensor:
@@ -212,7 +212,7 @@ def _onnx_forward(data: bytes, description: Description, path: Path) -> Forward:
     options.log_severity_level = 3
     try:
         session = onnxruntime.InferenceSession(data, options, providers=["CPUExecutionProvider"])
-    except Exception as error:  # its own kinds, one for each way to fail
+    except Exception as error:  # onnxruntime has its own exception types
         raise DataError(f"'{path}' cannot be read as an ONNX model: {str(error).splitlines()[0]}") from error
     name = session.get_inputs()[0].name
     dtype = getattr(torch, description.dtype)

@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 def balanced(
     site: ClientSite, limit: int, classes: Tensor, dtype: torch.dtype, draws: torch.Generator, views: torch.Generator
 ) -> tuple[Tensor, Tensor]:
-    """Inputs and labels of so many random examples of each of these classes of a client, without replacement."""
+    """Inputs and labels of at most `limit` random examples per class, of these classes of a client, without
+    replacement."""
     labels = site.data.labels
     rows = at_most(limit, labels, draws)
     rows = rows[torch.isin(labels[rows], classes)]
@@ -22,7 +23,7 @@ def balanced(
 
 
 def at_most(limit: int, labels: Tensor, random: torch.Generator) -> Tensor:
-    """Rows with at most so many random examples of each class, without replacement, in the order of the classes."""
+    """Rows with at most `limit` random examples of each class, without replacement, in class order."""
     order = torch.randperm(len(labels), generator=random)
     order = order[labels[order].argsort(stable=True)]  # by class, shuffled within
     sorted_labels = labels[order].contiguous()

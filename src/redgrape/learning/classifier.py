@@ -1,7 +1,7 @@
-"""The linear classifier W of a net: where it starts, and gradients of its cross-entropy in closed form.
+"""The linear classifier W of a net: its initial weights, and the gradients of its cross-entropy in closed form.
 
 For p = softmax(W h + b) the loss of an example (h, y) has the gradient (p - e_y) h^T for W and p - e_y for b. So one
-forward pass gives the gradients of any grouping of examples, without a graph.
+forward pass gives the gradients for any grouping of examples, without a graph.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from redgrape.method import ClientSite, Site
 
 _BATCH = 256
-_BLOCK = 1 << 22  # numbers of the outer products that are held at once
-_ROWS = 64  # sums over classes are cut at multiples of it, which leaves their bits as those of the uncut sum
+_BLOCK = 1 << 22  # numbers of the outer products held at once
+_ROWS = 64  # sums over classes are split at multiples of this, which keeps the bits of the whole sum
 
 
 @torch.no_grad()
@@ -90,9 +90,9 @@ def class_mean_gradients(classifier: nn.Linear, batches: Iterable[tuple[Tensor, 
 def local_class_gradients(
     net: Net, site: ClientSite, view: torch.Generator | None = None, *, counted: bool = False
 ) -> Tensors:
-    """The mean gradient of each class that the client reports, at this net's classifier: `classes` [m], and for each of
-    the classifier's tensors the m gradients; if `counted`, `counts` [m], the examples behind each. Evaluation mode, one
-    forward pass; augmented if a generator is given."""
+    """The mean gradient of each class that the client reports, at this net's classifier: `classes` [m], m gradients for
+    each of the classifier's tensors and, if `counted`, `counts` [m], the examples behind each. One forward pass in
+    evaluation mode; inputs are augmented if a generator is given."""
     classes = site.reported.nonzero().flatten()
     rows = site.reported[site.data.labels].nonzero().flatten()
     gradients = class_mean_gradients(net.classifier, encoded(net, site, rows, view), classes.to(site.device))
@@ -103,27 +103,27 @@ def local_class_gradients(
 def encoded(
     net: Net, site: ClientSite, rows: Tensor, view: torch.Generator | None = None
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Features, in evaluation mode, and labels of these rows, batch by batch; augmented if a generator is given."""
+    """Features in evaluation mode and labels of these rows, batch by batch; augmented if a generator is given."""
     for batch in rows.split(_BATCH):
         x = site.inputs(batch, net.classifier.weight.dtype, view)
         yield features(net.encoder, x, "running"), site.data.labels[batch].to(site.device)
 
 
 def gradient_rows(model: Tensors, site: Site, weights: Literal["uniform", "count"] = "uniform") -> ClassRows:
-    """The part of an update that has class gradients of the classifier."""
+    """The part of an update with the classifier's class gradients."""
     signed = never_negative(site.load(model).encoder)
     return ClassRows(of(model), weights, gradient=True, signed=signed)
 
 
 def of(model: Tensors) -> Tensors:
-    """W among the model's named tensors, by the names `weight` and `bias`."""
+    """The tensors of W in the model, named `weight` and `bias`."""
     return {name.removeprefix("classifier."): t for name, t in model.items() if name.startswith("classifier.")}
 
 
 def fresh_classifier(like: Tensors, random: torch.Generator) -> Tensors:
-    """A linear classifier as nn.Linear starts one: uniform within 1 / sqrt(d), weight and bias alike."""
+    """A linear classifier initialised like nn.Linear: weight and bias uniform within 1 / sqrt(d)."""
     bound = 1 / math.sqrt(like["weight"].shape[1])
-    drawn = (name for name in ("weight", "bias") if name in like)  # in this order, whatever that of the names
+    drawn = (name for name in ("weight", "bias") if name in like)  # always in this order
     return {name: torch.empty_like(like[name]).uniform_(-bound, bound, generator=random) for name in drawn}
 
 
@@ -131,7 +131,7 @@ Start: TypeAlias = Literal["default", "zeros", "copy"]
 
 
 def first(like: Tensors, start: Start, random: torch.Generator) -> Tensors:
-    """Where a second classifier starts: as an independent nn.Linear, from zeros, or where the first one does."""
+    """The initial second classifier: an independent nn.Linear, zeros, or a copy of the first."""
     match start:
         case "zeros":
             return {name: torch.zeros_like(t) for name, t in like.items()}
@@ -142,7 +142,7 @@ def first(like: Tensors, start: Start, random: torch.Generator) -> Tensors:
 
 
 def linear_like(classifier: nn.Linear, values: Tensors | None) -> nn.Linear:
-    """A second classifier of the same shape with these values; one that is not trained if there are none."""
+    """A second classifier of the same shape with these values; it is not trained if there are none."""
     twin: nn.Linear = nn.utils.skip_init(
         nn.Linear,
         classifier.in_features,
@@ -163,12 +163,12 @@ def empty_table(like: Tensors, C: int) -> Tensors:
 
 
 def table_sum(table: Tensors, classes: Tensor, dtype: torch.dtype) -> Tensors:
-    """The sum of a table over the classes of this mask: weight [C, d] and bias [C]. By blocks of the second axis,
-    so that the chosen classes are never copied all at once."""
+    """The sum of a table over the classes of this mask: weight [C, d] and bias [C]. It works in blocks of the second
+    axis, so the chosen classes are never copied all at once."""
     sums: Tensors = {}
     for name, t in table.items():
         total = torch.zeros(t.shape[1:], dtype=dtype)
-        groups = max(1, t.shape[1] // _ROWS)  # the last one also has what is left over
+        groups = max(1, t.shape[1] // _ROWS)  # the last one also takes the remainder
         for block in blocks(groups, _ROWS * len(t) * t.shape[2:].numel()):
             rows = slice(block.start * _ROWS, None if block.stop == groups else block.stop * _ROWS)
             total[rows] = t[:, rows][classes].to(dtype).sum(dim=0)

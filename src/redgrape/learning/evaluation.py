@@ -1,4 +1,4 @@
-"""Accuracy: overall, class-balanced, per class, and of head, middle and tail."""
+"""Accuracy: overall, class-balanced, per class, and for head, middle and tail."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from redgrape.data.examples import Examples, place
 from redgrape.data.federation import Groups
 from redgrape.nets.net import Net
 
-BATCH = 256  # fixed: a prediction's last bits may depend on the batch it stands in
+BATCH = 256  # fixed: a prediction's last bits may depend on its batch
 
 
 @dataclass(frozen=True)
 class Scores:
-    """confusion[a, b]: examples of class a that were taken for class b; loss: their mean cross-entropy."""
+    """confusion[a, b]: examples of class a predicted as class b; loss: their mean cross-entropy."""
 
     confusion: Tensor
     loss: float
 
     def _share(self, classes: Sequence[int]) -> float | None:
-        """Examples of these classes that were recognised, as a share; None where there are none."""
+        """The share of correct predictions among examples of these classes; None if there are no examples."""
         rows = self.confusion[list(classes)]
         total = int(rows.sum())
         return int(rows[range(len(classes)), list(classes)].sum()) / total if total else None
@@ -35,8 +35,8 @@ class Scores:
         return [self._share([c]) for c in range(len(self.confusion))]
 
     def record(self, groups: Groups) -> dict[str, Any]:
-        """The figures of one evaluation. Head, middle and tail pool their classes' examples; `balanced` is the mean
-        over classes, which differs from `accuracy` where the test set is not balanced. None: no example to judge by."""
+        """The figures of one evaluation. Head, middle and tail pool their classes' examples. `balanced` is the mean
+        over classes, which differs from `accuracy` if the test set is not balanced. None: there are no examples."""
         known = [a for a in self.per_class if a is not None]
         return {
             "accuracy": self._share(range(len(self.confusion))),
@@ -55,7 +55,7 @@ def batch_starts(examples: Examples) -> range:
 
 @torch.inference_mode()
 def logits(net: Net, examples: Examples, start: int, device: torch.device) -> Tensor:
-    """The net's logits of the batch that begins at row `start`; the net is in evaluation mode."""
+    """The net's logits for the batch that starts at row `start`; the net is in evaluation mode."""
     rows = torch.arange(start, min(start + BATCH, len(examples)))
     z: Tensor = net(place(examples.inputs(rows, net.classifier.weight.dtype), device))
     return z.cpu()
@@ -71,6 +71,6 @@ def batch_scores(net: Net, examples: Examples, start: int, device: torch.device)
 
 
 def combine(parts: Sequence[tuple[Tensor, float]]) -> Scores:
-    """Batches' scores, in the order of the batches, to the scores of all."""
+    """Combine the scores of batches, given in order, into the scores of all examples."""
     confusion = torch.stack([c for c, _ in parts]).sum(dim=0)
     return Scores(confusion, sum(loss for _, loss in parts) / int(confusion.sum()))

@@ -1,7 +1,7 @@
-"""Extra forward passes through an encoder, beside the one that training makes.
+"""Forward passes through an encoder besides those of training.
 
-In training mode such a pass would move BatchNorm's running statistics, which must describe the data the encoder is
-trained on. This is the one place that makes them.
+In training mode such a pass would move BatchNorm's running statistics, which must describe the data that the encoder is
+trained on. All such passes are made here.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def batchnorms(module: nn.Module) -> list[_BatchNorm]:
 
 
 def momenta(module: nn.Module) -> dict[str, float]:
-    """By the name of every running statistic, the share of a batch in it: one where BatchNorm averages all batches."""
+    """The share of a batch in each running statistic, by its name; one if BatchNorm averages all batches."""
     return {
         f"{name}.{buffer}": 1.0 if layer.momentum is None else layer.momentum
         for name, layer in module.named_modules()
@@ -32,8 +32,8 @@ def momenta(module: nn.Module) -> dict[str, float]:
 
 
 def features(encoder: nn.Module, x: Tensor, statistics: Statistics) -> Tensor:
-    """h = f(x; P), without a graph. `running`: evaluation mode. `batch`: training mode, where BatchNorm uses the
-    batch's statistics but leaves its buffers alone. `batch_update`: training mode as it is."""
+    """h = f(x; P), without a graph. `running`: evaluation mode. `batch`: training mode, in which BatchNorm uses the
+    batch's statistics but does not update its buffers. `batch_update`: ordinary training mode."""
     with torch.no_grad():
         if statistics == "running" or len(x) == 1:  # BatchNorm has no statistics of a single example
             with _evaluation(encoder):
@@ -49,8 +49,8 @@ _KEEPING = (nn.Dropout, nn.Flatten, nn.Identity, nn.MaxPool2d, nn.AvgPool2d, nn.
 
 
 def never_negative(encoder: nn.Module) -> bool:
-    """Whether features are known to be none of them below zero: the encoder ends in a ReLU, say, or in a module that
-    says so of itself by an attribute of this name, with nothing behind it that could change a sign."""
+    """Whether features are known never to be below zero: the encoder ends in a ReLU or the like, or in a module with an
+    attribute of this name, and nothing after it can change a sign."""
     for module in reversed(_in_order(encoder)):
         if type(module) in _ABOVE or getattr(module, "never_negative", False) is True:
             return True
@@ -78,7 +78,7 @@ def _evaluation(encoder: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _buffers_untouched(encoder: nn.Module) -> Iterator[None]:
-    # A BatchNorm in training mode that does not track normalises by the batch and reads and writes no buffer.
+    # In training mode, a BatchNorm without tracking normalises by the batch and neither reads nor writes buffers.
     tracking = [m for m in batchnorms(encoder) if m.training and m.track_running_stats]
     for layer in tracking:
         layer.track_running_stats = False

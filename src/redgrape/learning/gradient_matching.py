@@ -1,12 +1,12 @@
-"""Features whose classifier gradients match given ones, without double backward.
+"""Finds features whose classifier gradients match given ones, without double backward.
 
 For the features F [n, d] of one class c, p = softmax(W F^T + b) [C, n] and R = (p - e_c) / n, the mean cross-entropy
 has the gradients g_W = R F and g_b = R 1. With A = dD/dg_W and a = dD/dg_b of a distance D to the given gradients,
 
     dD/dF = R^T A + [ p * (Q - sum_j p_j Q_j) / n ]^T W,      Q = A F^T + a 1^T
 
-All classes are done at once. Examples are the last axis because torch's softmax is ten times slower over a short last
-axis.
+All classes are computed at once. Examples are the last axis because torch's softmax is ten times slower over a short
+last axis.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def _one_minus_cosine(u: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 def distance(g_W: Tensor, g_b: Tensor, target: Tensors, kind: Distance) -> tuple[Tensor, Tensor, Tensor]:
     """D [m] between gradients and targets, with its gradients A [m, C, d] and a [m, C]. `rows`: the sum over output
-    rows of 1 - cosine, and the bias as one row more. `whole`: 1 - cosine of weight and bias as one vector.
+    rows of 1 - cosine, with the bias as one more row. `whole`: 1 - cosine of weight and bias as one vector.
     """
     if kind == "rows":
         rows, A = _one_minus_cosine(g_W, target["weight"])
@@ -69,7 +69,7 @@ def matching_gradient(
 def match(
     features: Tensor, classes: Tensor, W: Tensor, b: Tensor, target: Tensors, kind: Distance, steps: int, lr: float
 ) -> Tensor:
-    """The features after so many gradient steps on D."""
+    """The features after this many gradient steps on D."""
     features = features.clone()
     for _ in range(steps):
         features.sub_(matching_gradient(features, classes, W, b, target, kind)[1], alpha=lr)

@@ -1,4 +1,4 @@
-"""Local training, as far as all methods share it: its options, the optimizer, the order of the batches, its update."""
+"""The local training that all methods share: options, optimizer, order of batches, and the update."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 def _whole(value: float) -> float:
     if math.isfinite(value) and value != int(value):
-        raise ValueError(f"it is {value}, and counts examples: pass a whole number or inf")
+        raise ValueError(f"it is {value}, but it is a number of examples: pass a whole number or inf")
     return value
 
 
@@ -37,14 +37,14 @@ WholeOrInfinite: TypeAlias = Annotated[float, AfterValidator(_whole)]
 
 
 def stackable(function: F) -> F:
-    """Marks a `client_update` or `criterion` that holds for several clients at once (engines/stacked.py): it treats
+    """Mark a `client_update` or `criterion` that also works for several clients at once (engines/stacked.py): it treats
     tensors element by element, or through the net, the loss of a batch and the optimizer."""
     function.stackable = True  # type: ignore[attr-defined]  # a function takes any attribute
     return function
 
 
 def holds_for_stacks(method: LocalTraining) -> bool:
-    """Whether all that runs at a client is `stackable`. What overrides one of them must say so again."""
+    """Whether everything that runs at a client is `stackable`. An override must be marked again."""
     run = [getattr(method, name) for name in ("client_update", "criterion") if hasattr(method, name)]
     return all(getattr(function, "stackable", False) for function in run)
 
@@ -58,7 +58,7 @@ class Losses:
         self._examples = examples
 
     def add(self, loss: Tensor, y: Tensor) -> None:
-        """The loss of a batch with these labels."""
+        """Add the loss of a batch with these labels."""
         self._total += loss.detach() * len(y)
 
     def mean(self) -> Tensor:
@@ -66,27 +66,27 @@ class Losses:
 
 
 class LocalTraining(BaseModel):
-    """The options of local training that every method has, with the paper's settings for MNIST as defaults."""
+    """The local training options of every method. The defaults are the paper's settings for MNIST."""
 
     optimizer: Literal["sgd", "adam", "adamw"] = Field("sgd", description="local optimizer, new in every round")
     lr: float = Field(0.01, gt=0, le=LARGEST, description="local learning rate")
     lr_schedule: Schedule = Field("constant", description="decay of lr over the rounds")
-    lr_final: float = Field(0.01, ge=0, le=1, description="fraction of lr in the last round, where it decays")
+    lr_final: float = Field(0.01, ge=0, le=1, description="fraction of lr in the last round, if it decays")
     momentum: float = Field(0.9, ge=0, lt=1, description="momentum of sgd")
     weight_decay: float = Field(0.0, ge=0, le=LARGEST, description="weight decay of the local optimizer")
-    batch_size: int = Field(64, ge=1, le=10**9, description="examples a local step")
+    batch_size: int = Field(64, ge=1, le=10**9, description="examples per local step")
     epochs: int = Field(5, ge=1, le=10**9, description="passes over a client's data in a round")
     clip_norm: float | None = Field(
         None, gt=0, le=LARGEST, description="clip the gradient of all parameters to this global norm"
     )
     server_lr: float = Field(1.0, gt=0, le=LARGEST, description="server learning rate")
-    freeze_encoder: bool = Field(False, description="train the classifier only; the encoder stays as it starts")
+    freeze_encoder: bool = Field(False, description="train the classifier only; the encoder keeps its initial weights")
 
     def learning_rate(self, site: Site) -> float:
         return self.lr * decay(self.lr_schedule, site.round, site.rounds, self.lr_final)
 
     def trainable(self, model: Tensors, site: Site) -> Net:
-        """A net with these weights, of which the parts that are trained want gradients."""
+        """A net with these weights. Only its trained parts require gradients."""
         net = site.load(model)
         if self.freeze_encoder:
             net.encoder.requires_grad_(False).eval()
@@ -111,13 +111,13 @@ class LocalTraining(BaseModel):
                 return torch.optim.AdamW(trained, lr=lr, weight_decay=self.weight_decay, fused=True)
 
     def batches(self, site: ClientSite, net: Net) -> Iterator[tuple[Tensor, Tensor]]:
-        """Shuffled mini-batches of the client's data, `epochs` times over; of a stack of clients, all their batches
-        one after another."""
+        """Shuffled mini-batches of the client's data, for `epochs` passes. For a stack of clients, their batches are
+        concatenated."""
         if site.members:
             yield from self._batches_of_all(site.members, net)
             return
         dtype = net.classifier.weight.dtype
-        data = site.data.converted(dtype)  # once a round instead of in every epoch
+        data = site.data.converted(dtype)  # once per round, not per epoch
         labels, has_batchnorm = data.labels, bool(batchnorms(net))
         shuffle = site.generator("batches")
         augment = site.generator("augment") if data.augment != NO_AUGMENTATION else None
@@ -147,13 +147,14 @@ class LocalTraining(BaseModel):
         return Losses(net, self.epochs * len(site.data))
 
     def report(self, net: Net, start: Tensors, losses: Losses, site: ClientSite) -> dict[str, Any]:
-        """What a client that trained this net from `start` sends: `training_parts`."""
+        """The `training_parts` that a client sends after training this net from `start`."""
         delta = {name: p.detach().cpu() - start[name] for name, p in net.named_parameters() if p.requires_grad}
         count = torch.tensor(len(site.data))
         return {"delta": delta, "buffers": _statistics(net), "count": count, "loss": losses.mean()}
 
     def training_parts(self, model: Tensors, site: Site, weights: Weights = "examples") -> Parts:
-        """delta = new - old of the trained parameters, and what it was trained with. `weights`: how clients count."""
+        """delta = new - old of the trained parameters, and the data about its training. `weights`: how clients are
+        weighted."""
         net = self.trainable(model, site)
         trained = {name: model[name] for name, p in net.named_parameters() if p.requires_grad}
         loss = torch.zeros((), dtype=net.classifier.weight.dtype)
@@ -163,24 +164,24 @@ class LocalTraining(BaseModel):
         return parts
 
     def steps(self, examples: int) -> int:
-        """Local steps of a round on so many examples."""
+        """The number of local steps per round on this many examples."""
         return self.epochs * -(-examples // self.batch_size)
 
     def effective_steps(self, steps: int) -> float:
-        """How many plain sgd steps of a constant gradient go as far as these with momentum m: the sum over
-        s = 1 .. S of (1 - m^s) / (1 - m)."""
+        """The number of plain sgd steps with a constant gradient that go as far as S steps with momentum m: the sum
+        over s = 1 .. S of (1 - m^s) / (1 - m)."""
         m = self.momentum
         return sum((1 - m**s) / (1 - m) for s in range(1, steps + 1))
 
     def _cut(self, order: Tensor, has_batchnorm: bool) -> list[Tensor]:
         batches = list(order.split(self.batch_size))
         if has_batchnorm and len(batches) > 1 and len(batches[-1]) == 1:
-            # BatchNorm has no statistics of a single example: the last batch of one joins the one before it.
+            # BatchNorm has no statistics of a single example: a last batch of one joins the batch before it.
             batches[-2:] = [torch.cat(batches[-2:])]
         return batches
 
     def step(self, optimizer: Optimizer) -> None:
-        """One step on the gradients that stand in .grad, clipped where asked."""
+        """One step on the gradients in .grad, clipped if clip_norm is set."""
         if self.clip_norm is not None:
             parameters = [p for group in optimizer.param_groups for p in group["params"]]
             torch.nn.utils.clip_grad_norm_(parameters, self.clip_norm)
@@ -188,8 +189,8 @@ class LocalTraining(BaseModel):
 
 
 def _statistics(net: Net) -> Tensors:
-    """Values that are not trained but follow the training, such as running statistics; none of a frozen encoder. Whole
-    numbers, such as BatchNorm's batch counter, say nothing of the data: the server keeps its own."""
+    """Values that are not trained but change in training, such as running statistics; none for a frozen encoder. Whole
+    numbers, such as BatchNorm's batch counter, say nothing about the data: the server keeps its own."""
     if not net.encoder.training or next(net.buffers(), None) is None:
         return {}
     parameters = {name for name, _ in net.named_parameters()}

@@ -1,15 +1,14 @@
-"""Where a method gets the class prior from, as an axis of its own.
+"""The source of a method's class prior, as an independent option.
 
     local       every client uses its own class counts; nothing is sent
-    global      the clients' counts, summed before the first round as a secure sum could
+    global      the clients' counts, summed before the first round; a secure sum is enough
     estimated   from what the server sees anyway: how the first round's updates, which are trained without a prior,
                 moved the classifier's bias and weights
 
 The estimate. In the first steps the features say little, and a client's classifier mostly learns the class prior pi.
 For a softmax with bias b and mean feature h, gradient steps move the bias by db = step (pi - p), and every row of the
-weights by db times h, so that class c's logit moves (1 + |h|^2) times as far as its bias. h itself is seen in the
-update: the rows of dW are db_c h. So the server finds the pi whose simulated bias arrives where the clients' average
-bias did.
+weights by db times h. So class c's logit moves (1 + |h|^2) times as far as its bias. The update shows h itself: the
+rows of dW are db_c h. The server then finds the pi whose simulated bias ends where the clients' average bias did.
 """
 
 from __future__ import annotations
@@ -32,17 +31,17 @@ if TYPE_CHECKING:
 PriorSource: TypeAlias = Literal["local", "global", "estimated"]
 
 _ITERATIONS, _SLICES = 30, 200
-_EPS = 1e-8  # a class without examples: its logit is pushed down so far that it plays no role
+_EPS = 1e-8  # a class without examples: its logit is pushed so low that it plays no role
 
 
 @dataclass(frozen=True)
 class Prior:
-    """A source of the class prior, and what a method does with it at server and client."""
+    """A source of the class prior, and its use at server and client."""
 
     source: PriorSource
 
     def check(self, method: LocalTraining) -> None:
-        """Raise ValueError if the estimate, which reckons with steps of plain sgd, would be silently wrong."""
+        """Raise ValueError if the estimate, which assumes plain sgd steps, would be silently wrong."""
         plain = method.optimizer == "sgd" and method.clip_norm is None and not method.weight_decay
         if self.source == "estimated" and not plain:
             raise ValueError(
@@ -50,14 +49,14 @@ class Prior:
             )
 
     def survey(self, site: ClientSite) -> Tree:
-        """A client's answer before the first round: its class counts, if the global prior is asked for."""
+        """A client's answer before the first round: its class counts if the prior is global."""
         return {"class_counts": site.class_counts} if self.source == "global" else {}
 
     def needs_single(self) -> str:
         return "prior=estimated looks at single updates; choose global or local" if self.source == "estimated" else ""
 
     def first(self, model: Tensors, site: ServerSite) -> Tensor:
-        """The server's prior before the first round: shares [C], uniform if nothing is known yet."""
+        """The server's prior before the first round: shares [C], uniform if nothing is known."""
         if self.source == "estimated" and "classifier.bias" not in model:
             raise ConfigError("prior=estimated needs a classifier with a bias; choose prior=global or local")
         if self.source == "global":
@@ -66,7 +65,7 @@ class Prior:
         return torch.full((site.num_classes,), 1 / site.num_classes, dtype=torch.float64)
 
     def next(self, prior: Tensor, received: Received, method: LocalTraining, site: ServerSite) -> Tensor:
-        """The server's prior after a round: estimated once, from the round that was trained without any."""
+        """The server's prior after a round: estimated once, from the round trained without a prior."""
         if self.source != "estimated" or site.round != 1:
             return prior
         total, examples = torch.zeros_like(prior), 0.0
@@ -75,38 +74,38 @@ class Prior:
             total += float(count) * estimate_prior(delta["classifier.weight"], delta["classifier.bias"], walked)
             examples += float(count)
         share = total / total.sum()
-        share[share < 1 / (2 * examples)] = 0  # less than half an example is none
+        share[share < 1 / (2 * examples)] = 0  # less than half an example counts as none
         return share / share.sum()
 
     def log(self, prior: Tensor, site: ClientSite) -> Tensor:
-        """log pi_c for a client's training. A class that the estimate missed may be there all the same: it counts half
-        as much as the rarest that it found."""
+        """log pi_c for a client's training. A class that the estimate missed may still exist: it gets half the share of
+        the rarest class found."""
         if self.source == "estimated":
             prior = prior.clamp(min=float(prior[prior > 0].min()) / 2)
         return log_prior(site.class_counts if self.source == "local" else prior).to(site.device)
 
 
 def log_prior(counts: Tensor) -> Tensor:
-    """log pi_c from counts or shares; a class without any gets log 1e-8."""
+    """log pi_c from counts or shares; an empty class gets log 1e-8."""
     share = counts.double() / counts.double().sum()
     return torch.log(share.clamp(min=_EPS))
 
 
 def post_hoc_shift(prior: Tensor) -> Tensor:
-    """log pi_c for shifting trained logits. A class that nobody has is taken for as rare as the rarest that somebody
-    has: its own log would raise its logit so far that it won every time."""
+    """log pi_c for shifting trained logits. A class that nobody has counts as equal to the rarest class that somebody
+    has: its own log would raise its logit so far that it always won."""
     share = prior.double() / prior.double().sum()
     return torch.log(share.clamp(min=float(share[share > _EPS].min())))
 
 
 def estimate_prior(weight: Tensor, bias: Tensor, walked: float) -> Tensor:
-    """pi from the changes `weight` [C, d] and `bias` [C] of a classifier that started with logits near zero; `walked`
+    """pi from the changes `weight` [C, d] and `bias` [C] of a classifier that started with logits near zero. `walked`
     is the learning rate times the number of plain steps.
 
-    The bias moved by the integral of pi - p over `walked`, so pi = bias / walked + the mean of p on the way, and p on
-    the way follows from pi: a fixed point, begun at the p that the change arrived at.
+    The bias moved by the integral of pi - p over `walked`, so pi = bias / walked + the mean of p on the way. p on the
+    way follows from pi. This is a fixed-point iteration, started at the final p.
     """
-    moved = bias.double() - bias.double().mean()  # softmax does not see a common shift
+    moved = bias.double() - bias.double().mean()  # softmax ignores a common shift
     if walked <= 0 or float(moved.abs().max()) == 0:
         return torch.full_like(moved, 1 / len(moved))
     h = (moved[:, None] * weight.double()).sum(dim=0) / moved.square().sum()
@@ -122,7 +121,7 @@ def _mean_on_the_way(pi: Tensor, gain: float, walked: float) -> Tensor:
     """The mean of p = softmax(gain b) while b follows db = (pi - p) dt from zero over `walked`."""
     b, total = torch.zeros_like(pi), torch.zeros_like(pi)
     dt = walked / _SLICES
-    # The step of an exponential integrator with the softmax's largest slope, 1/4: stable where gain * dt is large.
+    # The step of an exponential integrator with the softmax's largest slope, 1/4: stable if gain * dt is large.
     rate = gain / 4
     step = (1 - math.exp(-rate * dt)) / rate
     for _ in range(_SLICES):

@@ -13,7 +13,7 @@ from torch import Tensor
 from redgrape import tree
 from redgrape.tree import Tensors
 
-Norm: TypeAlias = Literal["joint", "per_tensor"]  # one ratio for weight and bias, or one for each
+Norm: TypeAlias = Literal["joint", "per_tensor"]  # one ratio for weight and bias together, or one for each
 
 _TINY = 1e-12  # a balanced gradient below this norm has no direction
 

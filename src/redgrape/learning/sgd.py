@@ -1,7 +1,7 @@
 """Stochastic gradient descent without torch.optim's bookkeeping.
 
-torch.optim.SGD gives the same bits. It also imports torch's compiler when the first one is made, which takes longer
-than many a round, and spends on a small net as long on its hooks as on the step.
+torch.optim.SGD gives the same bits. But creating the first one imports torch's compiler, which takes longer than many
+rounds, and on a small net its hooks take as long as the step.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch.optim.sgd import sgd
 
 
 class Optimizer(Protocol):
-    """What methods use of an optimizer; those of torch.optim fit."""
+    """The optimizer interface that methods use; those of torch.optim fit."""
 
     param_groups: list[dict[str, Any]]
 
@@ -25,7 +25,7 @@ class Optimizer(Protocol):
 
 
 class Sgd:
-    """v <- m v + g + w theta, theta <- theta - lr v, where v begins as the first gradient."""
+    """v <- m v + g + w theta, theta <- theta - lr v. v starts as the first gradient."""
 
     def __init__(
         self, parameters: Sequence[Tensor], lr: float, momentum: float = 0.0, weight_decay: float = 0.0
@@ -42,7 +42,7 @@ class Sgd:
     def step(self) -> None:
         group = self.param_groups[0]
         moved = [p for p in group["params"] if p.grad is not None]
-        for known in (True, False):  # torch begins all of a call's velocities or none
+        for known in (True, False):  # torch starts either all velocities of a call or none
             parameters = [p for p in moved if (p in self._velocity) == known]
             if parameters:
                 self._step(parameters, group)
@@ -51,7 +51,7 @@ class Sgd:
         velocity = [self._velocity.get(p) for p in parameters]
         sgd(
             parameters,
-            [p.grad for p in parameters],  # type: ignore[misc]  # step() chose those that have one
+            [p.grad for p in parameters],  # type: ignore[misc]  # step() chose parameters with a gradient
             velocity,
             lr=group["lr"],
             momentum=group["momentum"],

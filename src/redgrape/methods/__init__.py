@@ -1,4 +1,4 @@
-"""The methods, one file each: the file's name is the method's name. They are found, not listed."""
+"""The methods, one file each, named after the method. They are discovered, not listed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def names() -> list[str]:
 
 
 def load(name: str) -> type[Method]:
-    """The class of a method by its name, or of one's own by its file: `load("redgrape")`, `load("mine.py")`."""
+    """The class of a method by its name, or of your own method by its file: `load("redgrape")`, `load("mine.py")`."""
     if name.endswith(".py"):
         return _only_method(_from_file(Path(name)), name)
     if name not in names():
@@ -43,7 +43,7 @@ def by_class(name: str) -> type[Method] | None:
 
 
 def reference(method: type[Method]) -> type[Method] | str:
-    """How another process finds the class: the path where it was loaded from a file, else the class itself."""
+    """How another process finds the class: its path if it was loaded from a file, else the class itself."""
     module = sys.modules[method.__module__]
     return str(module.__file__) if module.__name__.startswith(_FILE_PREFIX) else method
 

@@ -1,12 +1,12 @@
 """Balanced softmax: the class counts inside the softmax of the training loss.
 
 Ren et al., "Balanced Meta-Softmax for Long-Tailed Visual Recognition", NeurIPS 2020,
-https://arxiv.org/abs/2007.10740. If training sees class c in proportion n_c but tests see all classes alike, the
-softmax that is right for the training data is n_c exp(z_c) / sum_j n_j exp(z_j). Training with it leaves logits that
-are right for the balanced test. Used in federated averaging with the counts from a source of choice (see
-class_prior.py).
+https://arxiv.org/abs/2007.10740. If training sees class c in proportion n_c but tests see all classes equally often,
+the right softmax for the training data is n_c exp(z_c) / sum_j n_j exp(z_j). Training with it gives logits that are
+right for the balanced test. Here it is used in federated averaging, with a choice of sources for the counts (see
+learning/prior.py).
 
-    client  loss = CE(z + log n, y);   inference uses z alone
+    client  loss = CE(z + log n, y);   inference uses z only
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class BalancedSoftmax(FedAvg):
     """FedAvg with the class counts inside the training softmax."""
 
     prior: PriorSource = Field(
-        "global", description="whose counts: the client's own, all clients' summed, or an estimate"
+        "global", description="class counts: the client's own, the sum over all clients, or an estimate"
     )
 
     presets: ClassVar = {"paper": {}}

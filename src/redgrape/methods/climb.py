@@ -1,18 +1,18 @@
-"""CLIMB: clients whose loss is above the average get more weight.
+"""CLIMB: clients with a loss above the average get more weight.
 
 Shen et al., "An Agnostic Approach to Federated Learning with Class Imbalance", ICLR 2022,
 https://openreview.net/forum?id=Xo0lbDt975. Empirical risk is minimised under the constraint that no client's loss
-exceeds the average by more than eps. The dual variable of a client grows while its constraint is violated, and with
-it the weight of what the client changes.
+exceeds the average by more than eps. The dual variable of a client grows while its constraint is violated, and the
+weight of the client's update grows with it.
 
     min 1/N sum_i f_i   s.t.   f_i - mean_j f_j <= eps
-    client  sends f_i, the loss of the received model on its data, beside delta_i
+    client  sends f_i, the loss of the received model on its data, along with delta_i
     server  w_i = max(0, 1 + lambda_i - mean over all clients of lambda)
             theta <- theta + eta_s sum_i n_i w_i / (sum_j n_j w_j) delta_i
             lambda_i <- clamp(lambda_i + eta_D (f_i - mean_j f_j - eps), 0, 100)    for the clients that answered
 
-The exchange caps an f_i that is not plausible in its round. Still a client that claims a high loss in every round gets
-all the weight in the end: that is the method.
+The exchange caps an f_i that is implausible in its round. Even so, a client that claims a high loss in every round gets
+all the weight in the end. This is inherent in the method.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _BATCH = 256
 
 
 class CLIMB(FedAvg):
-    """Weights clients up whose loss is above the average, by dual variables."""
+    """Gives clients with a loss above the average more weight, by dual variables."""
 
     eps: float = Field(0.01, ge=0, le=LARGEST, description="how far above the average a loss may lie")
     dual_lr: float = Field(2.0, ge=0, le=LARGEST, description="eta_D, the step of the dual variables")
@@ -93,7 +93,7 @@ class CLIMB(FedAvg):
 
 
 def client_weights(dual: Tensor, clients: Tensor, counts: list[float]) -> list[float]:
-    """n_i max(0, 1 + lambda_i - mean lambda); n_i alone in the rare case that this leaves nobody any weight."""
+    """n_i max(0, 1 + lambda_i - mean lambda); n_i alone in the rare case that all these weights are zero."""
     climb = (1 + dual[clients] - dual.mean()).clamp(min=0)
     weights = [n * float(w) for n, w in zip(counts, climb, strict=True)]
     return weights if sum(weights) > 0 else counts

@@ -1,10 +1,10 @@
 """CReFF: the server re-trains the classifier on features that imitate the clients' gradients.
 
 Shang et al., "Federated Learning on Heterogeneous and Long-Tailed Data via Classifier Re-Training with Federated
-Features", IJCAI 2022, https://arxiv.org/abs/2204.13399. Beside ordinary federated averaging, clients send the
-gradient of the re-trained classifier psi on each of their classes. The server keeps a balanced set of made-up
-"federated" features, moves them until they give the same gradients, and re-trains psi on them from scratch. The
-deployed model is the averaged encoder with psi.
+Features", IJCAI 2022, https://arxiv.org/abs/2204.13399. Besides ordinary federated averaging, clients send the
+gradient of the re-trained classifier psi on each of their classes. The server keeps a balanced set of synthetic
+"federated" features. It optimises them until they give the same gradients, and re-trains psi on them from scratch.
+The deployed model is the averaged encoder with psi.
 
     client  g_{k,c} = grad_psi CE(psi(f(x; P)), c) on its examples of class c, at the received model
             trains (P, head) as FedAvg
@@ -43,7 +43,7 @@ class CReFF(FedAvg):
     retrain_lr: float | None = Field(
         0.01, gt=0, le=LARGEST, description="learning rate of the re-training (none: that of local training)"
     )
-    retrain_batch: int = Field(32, ge=1, le=10**9, description="features a step of the re-training")
+    retrain_batch: int = Field(32, ge=1, le=10**9, description="features per step of the re-training")
     gradient_draw: Literal["repeated", "all"] = Field(
         "repeated", description="class gradients on 10 random draws of at most 32 examples, or once on all examples"
     )
@@ -53,7 +53,7 @@ class CReFF(FedAvg):
 
     presets: ClassVar = {
         "paper": {},
-        "appendix": {"retrain_lr": None},  # the values of RedGrape's appendix where they are others
+        "appendix": {"retrain_lr": None},  # the values of RedGrape's appendix that differ
         "released": {  # as RedGrape's released code runs it
             "match_distance": "whole",
             "gradient_draw": "all",
@@ -95,7 +95,7 @@ class CReFF(FedAvg):
         return {**update, "class_gradients": gradients}, state
 
     def _class_gradients(self, broadcast: Tree, site: ClientSite) -> Tensors:
-        """g_{k,c} of the classes that the client reports, at the received encoder in evaluation mode and psi."""
+        """g_{k,c} for the classes that the client reports, at psi and the received encoder in evaluation mode."""
         net = site.load(broadcast["model"])
         net.classifier.load_state_dict(broadcast["psi"])
         if self.gradient_draw == "all":
@@ -136,8 +136,8 @@ class CReFF(FedAvg):
     def _retrained(self, features: Tensor, like: Tensors, site: ServerSite) -> Tensors:
         """A fresh linear classifier trained on the features by plain sgd, with the gradient in closed form.
 
-        The steps are many and tiny, so their number of calls counts: the bias is a column of W for a feature that is
-        always one, an epoch's features are put in order at once, and examples are the last axis of the softmax.
+        The steps are many and tiny, so the number of calls matters. The bias is a column of W for a feature that is
+        always one, an epoch's features are ordered at once, and examples are the last axis of the softmax.
         """
         C, n, d = features.shape
         lr = self.learning_rate(site) if self.retrain_lr is None else self.retrain_lr

@@ -1,8 +1,8 @@
 """FedAvg: federated averaging.
 
 McMahan et al., "Communication-Efficient Learning of Deep Networks from Decentralized Data", AISTATS 2017,
-https://arxiv.org/abs/1602.05629. Every client trains the global model on its own data for a few epochs, the server
-averages what they changed, weighted by how many examples each has. RedGrape's paper calls it FedAvg+CE.
+https://arxiv.org/abs/1602.05629. Every client trains the global model on its own data for a few epochs. The server
+averages their changes, weighted by their numbers of examples. RedGrape's paper calls it FedAvg+CE.
 
     server  sends theta                                                         to the sampled clients
     client  theta_k <- theta; for each batch: theta_k <- theta_k - eta_l grad CE(theta_k; batch)
@@ -58,7 +58,7 @@ class FedAvg(Method):
 
     @stackable
     def criterion(self, broadcast: Tree, site: ClientSite) -> Callable[[Tensor, Tensor], Tensor]:
-        """The loss of a batch's logits and labels; methods that only change the loss change this."""
+        """The loss of a batch's logits and labels. A method that only changes the loss overrides this."""
         return F.cross_entropy
 
     def server_update(self, server: Tree, received: Received, site: ServerSite) -> Tree:

@@ -1,7 +1,7 @@
 """FedAvgM: momentum at the server.
 
 Hsu et al., "Measuring the Effects of Non-Identical Data Distribution for Federated Visual Classification", 2019,
-https://arxiv.org/abs/1909.06335. The average of the clients' changes is noisy where data differs between them. The
+https://arxiv.org/abs/1909.06335. The average of the clients' changes is noisy if data differs between clients. The
 server treats it as a gradient and steps along its running sum. With beta = 0 it is FedAvg.
 
     server  v <- beta v + Delta,   theta <- theta + eta_s v

@@ -1,8 +1,8 @@
-"""FedDyn: dynamic regularisation makes the clients' optima agree with the global one.
+"""FedDyn: dynamic regularisation makes the clients' optima agree with the global optimum.
 
 Acar et al., "Federated Learning Based on Dynamic Regularization", ICLR 2021, https://arxiv.org/abs/2111.04263. A
-linear and a quadratic term are added to every client's loss, such that at a fixed point the local first-order
-conditions hold at the common model. The clients keep the linear term g_k, the server the sum h of what they moved.
+linear and a quadratic term are added to every client's loss, so that at a fixed point the local first-order
+conditions hold at the common model. Each client keeps its linear term g_k. The server keeps h, the sum of their moves.
 
     client  minimises  f_k(theta) - <g_k, theta> + a/2 ||theta - theta^t||^2,   g_k <- g_k - a (theta_k - theta^t)
     server  h <- h - a/N sum_{k in C} (theta_k - theta^t),   theta^{t+1} <- mean_{k in C} theta_k - h / a

@@ -1,10 +1,10 @@
 """FEDIC: calibrated distillation from an ensemble of the clients' models.
 
 Shang et al., "FEDIC: Federated Learning on Non-IID and Long-Tailed Data via Calibrated Distillation", ICME 2022,
-https://arxiv.org/abs/2205.00172. The clients' models together know more than their average. With a small balanced set
+https://arxiv.org/abs/2205.00172. The clients' models together know more than their average. On a small balanced set
 the server learns how to weight their logits, how to calibrate the ensemble by class, and how far to trust a
-fine-tuned model instead, and distils the result into the averaged model. It needs extra data: `data.auxiliary`
-examples a class, which no client then holds.
+fine-tuned model instead. It distils the result into the averaged model. The method needs extra data:
+`data.auxiliary` examples per class, which are taken from the clients.
 
     server  theta <- FedAvg                                      theta_2 <- theta fine-tuned on the balanced set
             a_j = sigmoid(z_j . s + b_0), normalised over clients j;     ensemble = sum_j a_j z_j
@@ -41,8 +41,8 @@ class FEDIC(FedAvg):
     )
     adam_lr: float = Field(1e-3, gt=0, le=LARGEST, description="learning rate of all three (Adam)")
     adam_weight_decay: float = Field(2e-4, ge=0, le=LARGEST, description="weight decay of net training")
-    labelled_batch: int = Field(20, ge=1, le=10**9, description="balanced examples a step")
-    transfer_batch: int = Field(128, ge=1, le=10**9, description="examples a step of distillation")
+    labelled_batch: int = Field(20, ge=1, le=10**9, description="balanced examples per step")
+    transfer_batch: int = Field(128, ge=1, le=10**9, description="examples per step of distillation")
     temperature: float = Field(2.0, gt=0, le=LARGEST, description="T of the distillation")
 
     uses_auxiliary: ClassVar[bool] = True
@@ -94,7 +94,7 @@ class FEDIC(FedAvg):
         return net
 
     def _calibrated(self, start: Tensors, z: Tensor, h: Tensor, z_2: Tensor, y: Tensor, site: ServerSite) -> Tensors:
-        """The calibration, trained on from the last round's by the teacher's loss on the balanced set."""
+        """The calibration, trained further from the last round's by the teacher's loss on the balanced set."""
         calibration = {name: t.to(z.device).clone().requires_grad_() for name, t in start.items()}
         optimizer = torch.optim.Adam(calibration.values(), lr=self.adam_lr)
         for rows in _draws(len(y), self.labelled_batch, self.server_steps, site.generator("calibration")):
@@ -127,15 +127,16 @@ class FEDIC(FedAvg):
 
 
 def first_calibration(C: int, d: int, dtype: torch.dtype) -> Tensors:
-    """Clients count by the sum of their logits, the ensemble stays as it is, and half of it goes through the gate."""
+    """Clients are weighted by the sum of their logits, the ensemble is unchanged, and half of it passes the gate."""
     ones, zeros = torch.ones(C, dtype=dtype), torch.zeros(C, dtype=dtype)
     gate = {"w": torch.zeros(d, dtype=dtype), "w_0": torch.zeros(1, dtype=dtype)}
     return {"s": ones, "b_0": torch.zeros(1, dtype=dtype), "scale": ones.clone(), "bias": zeros, **gate}
 
 
 def teacher_logits(calibration: Tensors, z: Tensor, h: Tensor, z_2: Tensor) -> Tensor:
-    """From the clients' logits z [clients, n, C], their mean features h [n, d] and the fine-tuned model's z_2."""
-    # a_j / sum_j a_j by logarithms: far out all the sigmoids are zero
+    """Teacher logits from the clients' logits z [clients, n, C], their mean features h [n, d] and the fine-tuned
+    model's z_2."""
+    # a_j / sum_j a_j in logarithms: for very negative inputs all sigmoids are zero
     a = torch.softmax(F.logsigmoid(z @ calibration["s"] + calibration["b_0"]), dim=0)
     ensemble = (a.unsqueeze(2) * z).sum(dim=0)
     gate = torch.sigmoid(h @ calibration["w"] + calibration["w_0"]).unsqueeze(1)
@@ -152,6 +153,6 @@ def _outputs(net: Net, site: ServerSite) -> tuple[Tensor, Tensor]:
 
 
 def _draws(n: int, size: int, steps: int, random: torch.Generator) -> Iterator[Tensor]:
-    """So many random subsets of n rows; at least two rows each, which BatchNorm needs, where there are two."""
+    """`steps` random subsets of n rows, of at least two rows each if there are two, because BatchNorm needs them."""
     for _ in range(steps):
         yield torch.randperm(n, generator=random)[: max(2, size)]

@@ -1,8 +1,8 @@
 """FedOpt: an adaptive optimizer at the server (FedAdam, FedYogi, FedAdagrad).
 
-Reddi et al., "Adaptive Federated Optimization", ICLR 2021, https://arxiv.org/abs/2003.00295. The average change of
-the clients is taken for a gradient, and the server gives every parameter a step size of its own. There is no bias
-correction; the clients count alike, as in the paper's Algorithm 2; buffers are averaged plainly.
+Reddi et al., "Adaptive Federated Optimization", ICLR 2021, https://arxiv.org/abs/2003.00295. The server treats the
+clients' average change as a gradient, and gives every parameter its own step size. There is no bias correction.
+Clients have equal weights, as in the paper's Algorithm 2. Buffers get a plain average.
 
     server  m <- beta_1 m + (1 - beta_1) Delta
             v <- v + Delta^2                                          FedAdagrad
@@ -36,7 +36,7 @@ class FedOpt(FedAvg):
     beta_2: float = Field(0.99, ge=0, lt=1, description="memory of v, for adam and yogi")
     tau: float = Field(1e-3, gt=0, le=LARGEST, description="degree of adaptivity; v starts at tau^2")
     client_weights: Literal["uniform", "count"] = Field(
-        "uniform", description="average the clients alike, or by their examples"
+        "uniform", description="average with equal weights, or weighted by examples"
     )
 
     presets: ClassVar = {

@@ -1,8 +1,8 @@
 """FedProx: a proximal term keeps local models near the global one.
 
 Li et al., "Federated Optimization in Heterogeneous Networks", MLSys 2020, https://arxiv.org/abs/1812.06127. Local
-training on skewed data drifts away from what the other clients need. FedProx adds mu/2 ||theta - theta^t||^2 to the
-local loss, over the parameters (not the buffers). With mu = 0 it is FedAvg.
+training on skewed data drifts away from what other clients need. FedProx adds mu/2 ||theta - theta^t||^2 to the local
+loss, over the parameters (not the buffers). With mu = 0 it is FedAvg.
 
     client  minimises  F_k(theta) + mu/2 ||theta - theta^t||^2
 """

@@ -1,9 +1,9 @@
 """Logit adjustment: logits shifted by the log prior, in training or after it.
 
 Menon et al., "Long-tail learning via logit adjustment", ICLR 2021, https://arxiv.org/abs/2007.07314. The classifier
-with the best balanced error takes the class whose logit exceeds its log prior most. That can be trained for, by
-adding tau log pi to the logits inside the loss, or done post hoc, by subtracting it from the logits of an ordinary
-model. With a uniform prior both are FedAvg.
+with the best balanced error chooses the class whose logit exceeds its log prior most. Training can aim for this by
+adding tau log pi to the logits inside the loss. Or it can be done post hoc, by subtracting tau log pi from the logits
+of an ordinary model. With a uniform prior both are FedAvg.
 
     training   loss = CE(z + tau log pi, y);   inference uses z
     post hoc   loss = CE(z, y);   inference uses z - tau log pi, which is a shift of the bias
@@ -35,7 +35,7 @@ class LogitAdjustment(FedAvg):
     tau: float = Field(1.0, ge=0, le=LARGEST, description="strength of the shift")
     stage: Literal["training", "post_hoc"] = Field("training", description="shift inside the loss, or the trained bias")
     prior: PriorSource = Field(
-        "global", description="whose counts: the client's own, all clients' summed, or an estimate"
+        "global", description="class counts: the client's own, the sum over all clients, or an estimate"
     )
 
     presets: ClassVar = {"paper": {}}
@@ -67,7 +67,7 @@ class LogitAdjustment(FedAvg):
         return self._server(model, Prior(self.prior).first(model, site))
 
     def _server(self, model: Tensors, prior: Tensor) -> dict[str, Any]:
-        """The deployed model has the shifted bias; the bias that training goes on with stands beside it."""
+        """The server state. The deployed model has the shifted bias; training goes on with the bias kept beside it."""
         if self.stage == "training":
             return {"model": model, "prior": prior}
         shift = self.tau * post_hoc_shift(prior).to(model[_BIAS].dtype)

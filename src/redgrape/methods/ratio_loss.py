@@ -1,10 +1,10 @@
-"""Ratio Loss: class weights that the server finds with a small balanced set of its own.
+"""Ratio Loss: class weights that the server finds with its own small balanced set.
 
 Wang et al., "Addressing Class Imbalance in Federated Learning", AAAI 2021, https://arxiv.org/abs/2008.06217. The
-server trains a copy of the global model on each class of an auxiliary set alone and looks at what moved in the
-classifier. Where an entry is moved by one class much more than by any other, the ratio of that movement to the
-others' tells how much the class needs. The clients weight their losses by it. It needs extra data: `data.auxiliary`
-examples a class, which no client then holds.
+server trains a copy of the global model on each class of an auxiliary set separately and measures how the classifier
+moves. If one class moves an entry much more than any other class, the ratio of these movements tells how much weight
+the class needs. The clients weight their losses by it. The method needs extra data: `data.auxiliary` examples per
+class, which are taken from the clients.
 
     Delta_q = W after training on class q's auxiliary examples, minus W                          for every class q
     mask_p  = entries where Delta_p is the largest and no other class's |Delta| reaches 1/1.25 of it
@@ -30,7 +30,7 @@ from redgrape.methods.fedavg import FedAvg
 from redgrape.tree import Tensors, Tree
 from redgrape.validation import LARGEST
 
-_NO_DENOMINATOR = 10.0  # R where the others do not move at all
+_NO_DENOMINATOR = 10.0  # R if the others do not move at all
 _LARGEST_RATIO = 5000.0
 _DISTINCT = 0.80  # the paper's 1.25, inverted
 
@@ -59,7 +59,7 @@ class RatioLoss(FedAvg):
 
     def criterion(self, broadcast: Tree, site: ClientSite) -> Callable[[Tensor, Tensor], Tensor]:
         weights = broadcast["class_weights"].to(site.device)
-        # A plain mean: torch's own weighted cross-entropy would divide by the sum of the weights.
+        # A plain mean: torch's weighted cross-entropy would divide by the sum of the weights.
         return lambda z, y: (weights[y] * F.cross_entropy(z, y, reduction="none")).mean()
 
     def server_update(self, server: Tree, received: Received, site: ServerSite) -> Tree:
@@ -99,10 +99,10 @@ class RatioLoss(FedAvg):
 
 
 def class_ratios(movements: Tensor) -> Tensor:
-    """R of every class from the movements Delta [C, C, d]."""
+    """R of every class, from the movements Delta [C, C, d]."""
     C = len(movements)
-    largest, owner = movements.max(dim=0)  # signed: a class pulls an entry up the most
-    near = (movements.abs() > _DISTINCT * largest.abs()).sum(dim=0)  # the owner itself is one of them
+    largest, owner = movements.max(dim=0)  # signed: the class that raises an entry most
+    near = (movements.abs() > _DISTINCT * largest.abs()).sum(dim=0)  # this includes the owner itself
     distinct = (near < 2) & (largest != 0)
     mask = (owner == torch.arange(C)[:, None, None]) & distinct
     others = (movements.sum(dim=0) - movements) / (C - 1)

@@ -1,10 +1,10 @@
 """RedGrape: classifier re-balancing with local real data and global gradient prototypes.
 
 Yang et al., "Integrating Local Real Data with Global Gradient Prototypes for Classifier Re-Balancing in Federated
-Long-Tailed Learning", IJCAI 2023, https://arxiv.org/abs/2301.10394. Two classifiers share the encoder P: their sum is
-trained on the data as it is, which keeps the representation honest, and one of them, W, is also pulled towards what a
-balanced data set would ask of it. A client takes a class's part of that pull from its own examples where it has enough
-of them, and from the global gradient prototype of the class where it has not. Only P and W are deployed.
+Long-Tailed Learning", IJCAI 2023, https://arxiv.org/abs/2301.10394. Two classifiers share the encoder P. Their sum is
+trained on the data as it is, which keeps the representation honest. One of them, W, is also pulled along the gradient
+of a balanced data set. For each class, a client takes its part of this pull from its own examples if it has enough of
+them, else from the global gradient prototype of the class. Only P and W are deployed.
 
 Algorithm 1 with the paper's symbols; t counts rounds, i local steps, theta = (P, W, W_hat):
 
@@ -20,7 +20,7 @@ Algorithm 1 with the paper's symbols; t counts rounds, i local steps, theta = (P
     server  theta^t <- theta^{t-1} + eta_s sum_k n_k / (sum_i n_i) (theta_k - theta^{t-1})            Eq. (13)
             g_pro[c] <- mean over the clients that hold c; where nobody does, the old one stays       Eq. (14)
 
-docs/paper.md lists every choice where the paper can be read in two ways.
+docs/paper.md lists every choice that the paper leaves ambiguous.
 """
 
 from __future__ import annotations
@@ -53,18 +53,18 @@ class RedGrape(FedAvg):
     lam: float = Field(0.1, ge=0, le=LARGEST, description="lambda, the strength of the re-balancing")
     lam_schedule: Schedule = Field("constant", description="decay of lambda over the rounds")
     lam_final: float = Field(0.01, ge=0, le=1, description="fraction of lambda in the last round, if it decays")
-    threshold: WholeOrInfinite = Field(8.0, ge=1, description="T: from this many examples on they serve a class")
+    threshold: WholeOrInfinite = Field(8.0, ge=1, description="T: a class with at least this many examples uses them")
     placement: Literal["in_gradient", "after_step"] = Field("in_gradient", description="where Eq. (12) adds the pull")
     norm: rebalancing.Norm = Field("joint", description="one ratio for weight and bias, or one for each")
-    extra_init: classifier.Start = Field("default", description="start of W_hat: an nn.Linear of its own, zeros, W's")
+    extra_init: classifier.Start = Field("default", description="initial W_hat: a new nn.Linear, zeros, or W's start")
     unseen: Literal["skip", "mean"] = Field("skip", description="a class without prototype adds nothing, or the mean")
-    balanced_draw: Literal["round", "step"] = Field("round", description="draw D_bal once a round, or for every step")
-    balanced_stats: Statistics = Field("batch", description="whose BatchNorm statistics D_bal uses, and updates")
-    prototype_weights: Literal["uniform", "count"] = Field("uniform", description="what a client counts in Eq. (14)")
-    prototype_view: Literal["plain", "augmented"] = Field("plain", description="the examples that prototypes are of")
+    balanced_draw: Literal["round", "step"] = Field("round", description="draw D_bal once per round, or for every step")
+    balanced_stats: Statistics = Field("batch", description="BatchNorm statistics that D_bal uses and updates")
+    prototype_weights: Literal["uniform", "count"] = Field("uniform", description="a client's weight in Eq. (14)")
+    prototype_view: Literal["plain", "augmented"] = Field("plain", description="examples behind the prototypes")
     max_age: int | None = Field(None, ge=0, le=10**9, description="do not use prototypes older than this many rounds")
-    use_prototypes: bool = Field(True, description="ablation: serve missing classes by prototypes")
-    use_real_data: bool = Field(True, description="ablation: serve classes by real examples")
+    use_prototypes: bool = Field(True, description="ablation: use prototypes for missing classes")
+    use_real_data: bool = Field(True, description="ablation: use real examples of classes")
     two_stream: bool = Field(True, description="ablation: train the second classifier W_hat")
 
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
@@ -149,7 +149,7 @@ class RedGrape(FedAvg):
 
 
 class Balance:
-    """The local balanced data set of one client and round, and the pull it has on W."""
+    """The local balanced data set of one client and round, and its pull on W."""
 
     def __init__(self, method: RedGrape, broadcast: Tree, net: Net, site: ClientSite) -> None:
         self.method, self.net, self.site = method, net, site
@@ -166,7 +166,7 @@ class Balance:
         self.drawn: tuple[Tensor, Tensor] | None = None
 
     def pull(self) -> Tensors:
-        """lambda g_bal ||g_local|| / ||g_bal||, the second term of Eq. (12), where g_local stands in W's .grad."""
+        """lambda g_bal ||g_local|| / ||g_bal||, the second term of Eq. (12), with g_local in W's .grad."""
         g_local = {name: p.grad for name, p in self.net.classifier.named_parameters() if p.grad is not None}
         if not self.active:
             return {name: torch.zeros_like(g) for name, g in g_local.items()}

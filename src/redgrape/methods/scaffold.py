@@ -1,9 +1,9 @@
 """SCAFFOLD: control variates correct the drift of local training.
 
 Karimireddy et al., "SCAFFOLD: Stochastic Controlled Averaging for Federated Learning", ICML 2020,
-https://arxiv.org/abs/1910.06378. Every client keeps an estimate c_i of its own gradient, the server one, c, of the
-mean. Adding c - c_i to each local gradient makes the clients walk in the common direction. Algorithm 1 with option
-II, where the clients count alike:
+https://arxiv.org/abs/1910.06378. Every client keeps an estimate c_i of its own gradient, and the server keeps an
+estimate c of the mean. Adding c - c_i to each local gradient makes the clients move in the common direction. This is
+Algorithm 1 with option II, in which clients have equal weights:
 
     client  y <- x;  for S local steps:  y <- y - eta_l (g_i(y) + c - c_i)                        line 10
             c_i+ <- c_i - c + (x - y) / (S eta_l)                                                 line 12, option II
@@ -30,9 +30,7 @@ from redgrape.tree import Tensors, Tree
 class Scaffold(FedAvg):
     """Control variates at clients and server correct the drift of local training."""
 
-    optimizer: Literal["sgd"] = Field(
-        "sgd", description="local optimizer; option II measures the gradient by sgd's steps"
-    )
+    optimizer: Literal["sgd"] = Field("sgd", description="local optimizer; option II measures gradients by sgd steps")
     momentum: float = Field(0.0, ge=0, lt=1, description="momentum of sgd; the paper has none")
 
     presets: ClassVar = {"paper": {}}

@@ -1,8 +1,8 @@
-"""Vine: RedGrape's re-balancing by one summed gradient, which needs nothing but sums over the clients.
+"""Vine: RedGrape's re-balancing by one summed gradient, which needs only sums over the clients.
 
-Ours. With threshold T = inf, RedGrape's Eq. (11) uses the *sum* of the global prototypes and nothing else of them. So
-no table of classes travels: each client sends one matrix of the classifier's size, and the server adds up how these
-change. In a secure sum nobody sees a class's or a client's own gradient. H_c clients hold class c.
+This method is ours. With threshold T = inf, RedGrape's Eq. (11) uses only the *sum* of the global prototypes. So no
+table of classes is sent: each client sends one matrix of the classifier's size, and the server adds up the changes. In
+a secure sum nobody sees the gradient of a single class or client. H_c clients hold class c.
 
     survey  H_c, a secure sum; a class with H_c < min_holders is left out by everybody
     server  sends theta^{t-1} and G
@@ -15,8 +15,8 @@ change. In a secure sum nobody sees a class's or a client's own gradient. H_c cl
     server  G <- G + sum of what arrived: the sum of all clients' latest M_k, whoever was sampled
 
 With all clients sampled and no correction this is RedGrape with threshold=inf. Without memory, for clients that are
-seen once, G <- K / |S| sum_k M_k. What travels is rounded to the net's precision. S_k is what arrived, so G has the
-rounding of each client's last message alone, however many came before.
+seen once, G <- K / |S| sum_k M_k. Messages are rounded to the net's precision. S_k is what arrived, so G carries only
+the rounding of each client's last message, however many came before.
 """
 
 from __future__ import annotations
@@ -43,20 +43,20 @@ from redgrape.validation import LARGEST
 
 
 class Vine(FedAvg):
-    """Re-balances the classifier by one summed gradient of all clients, which a secure sum can make."""
+    """Re-balances the classifier by one summed gradient of all clients, which a secure sum can compute."""
 
     lam: float = Field(0.1, ge=0, le=LARGEST, description="lambda, the strength of the re-balancing")
     lam_schedule: Schedule = Field("constant", description="decay of lambda over the rounds")
     lam_final: float = Field(0.01, ge=0, le=1, description="fraction of lambda in the last round, if it decays")
-    memory: bool = Field(True, description="clients send changes and remember; else they send M_k as it is")
+    memory: bool = Field(True, description="clients remember M_k and send its change; else they send M_k itself")
     weights: Literal["holders", "counts"] = Field(
-        "holders", description="clients count alike in a class, or by examples"
+        "holders", description="weights within a class: equal for its clients, or by examples"
     )
     min_holders: int = Field(1, ge=1, le=10**6, description="leave out a class that fewer clients hold")
     correction: Literal["none", "real"] = Field("none", description="follow own examples of a class within a round")
     threshold: int = Field(8, ge=1, le=10**9, description="T: examples of a class that the correction uses")
     norm: rebalancing.Norm = Field("joint", description="one ratio for weight and bias, or one for each")
-    extra_init: classifier.Start = Field("default", description="start of W_hat: an nn.Linear of its own, zeros, W's")
+    extra_init: classifier.Start = Field("default", description="initial W_hat: a new nn.Linear, zeros, or W's start")
     two_stream: bool = Field(True, description="ablation: train the second classifier W_hat")
 
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {"paper": {}, "stateless": {"memory": False}}
@@ -156,14 +156,14 @@ class Balance:
         return rebalancing.pull(self.lam, g_local, g_bal, self.method.norm)
 
     def _sum(self) -> Tensors:
-        """C g_bal: what all know of the classes, and how the client's own examples of them have moved since."""
+        """C g_bal: the summed gradient, and the change since then on the client's own examples."""
         if self.drawn is None:
             return self.G
         now = self._on_real_data()
         return {name: g + now[name] - self.received[name] for name, g in self.G.items()}
 
     def _on_real_data(self) -> Tensors:
-        """sum over L_bal of grad_c(D_bal), each class by its mean."""
+        """The sum over L_bal of grad_c(D_bal), the mean gradient of each class."""
         assert self.drawn is not None
         x, y = self.drawn
         summed = classifier.summed_gradient(self.net.classifier, features(self.net.encoder, x, "running"), y)

@@ -29,8 +29,8 @@ NETS: dict[str, Builder] = {
     "resnet56_bottleneck": resnet.resnet56_bottleneck,
 }
 
-# The shortest side, in pixels, of an image that leaves something to pool, or in a ResNet more than one value to
-# normalise. A net that is not here takes any shape.
+# The shortest image side, in pixels, that leaves something to pool or, in a ResNet, more than one value to normalise.
+# A net not listed here takes any shape.
 SHORTEST_SIDE: dict[str, int] = {"cnn": 4, "cnn_dropout": 6} | {name: 5 for name in NETS if name.startswith("resnet")}
 
 
@@ -38,7 +38,7 @@ MOST_WEIGHTS = 10**9  # 4 GB
 
 
 def build(name: str, shape: tuple[int, ...], num_classes: int, seed: int) -> Net:
-    """A new net for examples of this shape; its weights follow from the seed alone."""
+    """A new net for examples of this shape. Its weights depend on the seed only."""
     if name not in NETS:
         raise unknown("net", name, NETS)
     if not _fits(name, shape):
@@ -46,14 +46,14 @@ def build(name: str, shape: tuple[int, ...], num_classes: int, seed: int) -> Net
             f"net '{name}' needs images of at least {SHORTEST_SIDE[name]}x{SHORTEST_SIDE[name]} pixels, "
             f"but examples are {'x'.join(map(str, shape))}; choose from {', '.join(nets_for(shape))}"
         )
-    if math.prod(shape) + num_classes > 10**5:  # no net of ours is too large for less
+    if math.prod(shape) + num_classes > 10**5:  # below this, none of our nets is too large
         _check_size(name, shape, num_classes)
     with determinism.global_stream(determinism.key(seed, "net")):
         return NETS[name](shape, num_classes)
 
 
 def builder(name: str, federation: _Inputs, seed: int = 0) -> Callable[[], Net]:
-    """What makes nets of this kind for a federation's examples; it can be sent to other processes."""
+    """A function that makes such nets for a federation's examples; it can be sent to other processes."""
     return partial(build, name, federation.input_shape, federation.num_classes, seed)
 
 
@@ -66,12 +66,12 @@ class _Inputs(Protocol):
 
 
 def _check_size(name: str, shape: tuple[int, ...], num_classes: int) -> None:
-    with torch.device("meta"):  # which takes no memory
+    with torch.device("meta"):  # takes no memory
         weights = sum(p.numel() for p in NETS[name](shape, num_classes).parameters())
     if weights > MOST_WEIGHTS:
         raise ConfigError(
             f"net '{name}' would have {weights:,} weights for {num_classes} classes of {'x'.join(map(str, shape))} "
-            f"examples; {MOST_WEIGHTS:,} is the most: choose smaller ones (data.image_size for images) or another net"
+            f"examples; the limit is {MOST_WEIGHTS:,}: choose smaller ones (data.image_size for images) or another net"
         )
 
 

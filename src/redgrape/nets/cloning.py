@@ -1,7 +1,7 @@
-"""New nets like one that was built before, with other weights.
+"""Copies of a net that was built before, with other weights.
 
-Building a net draws its first weights, which training replaces at once: for a small net that takes longer than a local
-step. Copying one that is never trained takes a fraction of it.
+Building a net draws initial weights, which training replaces at once. For a small net that takes longer than a local
+step. Copying a net that is never trained takes a fraction of that time.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ _SIMPLE = (int, float, str, type(None), type, FunctionType)
 
 
 def new_net(build: Callable[[], Net], weights: Tensors) -> Net:
-    """A net as `build` gives it, with these weights, in training mode, images' channels last, on which convolutions are
-    fastest; no random numbers are drawn."""
+    """A net from `build` with these weights, in training mode. Its memory format is channels last, with which
+    convolutions are fastest. No random numbers are drawn."""
     template = _template(build)
     if template is None or not template.takes(weights):
         with determinism.global_stream(None):
@@ -42,7 +42,7 @@ class _Piece(NamedTuple):
 
     module: nn.Module
     plain: dict[str, Any]  # attributes that copies may share
-    others: list[str]  # attributes to be copied deeply
+    others: list[str]  # attributes to copy deeply
     tensors: list[tuple[str, str, int]]  # in `_parameters` or `_buffers`, under this name, the i-th tensor
     children: list[tuple[str, int]]  # under this name, the i-th module
 
@@ -67,7 +67,7 @@ class _Template:
         ]
 
     def takes(self, weights: Tensors) -> bool:
-        """Whether they are put in as they are; else torch says what does not fit."""
+        """Whether the weights fit as they are. If not, torch reports what does not fit."""
         return weights.keys() == self.names.keys() and all(
             t.shape == weights[name].shape and t.dtype == weights[name].dtype
             for name, t in ((name, self.tensors[i]) for name, i in self.names.items())
@@ -87,7 +87,7 @@ class _Template:
             for name, i in piece.children:
                 vars(module)["_modules"][name] = modules[i]
             for name in piece.others:
-                if memo is None:  # what an attribute says of a module or a tensor, the copy's says of its copy
+                if memo is None:  # references to a module or tensor become references to its copy
                     memo = {id(piece.module): m for piece, m in zip(self.pieces, modules, strict=True)}
                     memo |= {id(old): new for old, new in zip(self.tensors, tensors, strict=True)}
                 value = vars(piece.module)[name]
@@ -101,7 +101,7 @@ _templates: WeakKeyDictionary[Callable[[], Net], _Template | None] = WeakKeyDict
 
 
 def _template(build: Callable[[], Net]) -> _Template | None:
-    """Made of the first net of this `build`; None where loading weights is more than putting tensors in their place."""
+    """A template from the first net of this `build`; None if loading weights is more than replacing tensors."""
     if not isinstance(build, FunctionType | partial):
         return None
     if build not in _templates:

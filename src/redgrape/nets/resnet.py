@@ -1,9 +1,9 @@
 """Residual nets for small images (He et al. 2016, section 4.2): a 3x3 stem, three stages of blocks that double the
-width and halve the picture, a global mean, and the classifier. Parameter counts are for 3 channels and 10 classes.
+width and halve the image, a global mean, and the classifier. Parameter counts are for 3 channels and 10 classes.
 
-Two initialisations, each its authors'. He's nets start as in LDAM's code (Cao et al. 2019): kaiming_normal_ by fan-in
-on the convolutions and on the classifier. CReFF's and FedML's nets: by fan-out on the convolutions, PyTorch's default
-on the classifier.
+There are two initialisations, as in the authors' code. He's nets start as in LDAM's code (Cao et al. 2019):
+kaiming_normal_ by fan-in on the convolutions and the classifier. CReFF's and FedML's nets use fan-out on the
+convolutions and PyTorch's default on the classifier.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from redgrape.nets.net import Net
 
-Part: TypeAlias = Callable[[int, int, int], nn.Module]  # of the channels in, the channels out and the stride
+Part: TypeAlias = Callable[[int, int, int], nn.Module]  # (channels in, channels out, stride)
 
 
 def resnet8(shape: tuple[int, ...], num_classes: int) -> Net:
@@ -88,7 +88,7 @@ def _by_fan_out(encoder: nn.Module) -> nn.Module:
 def _encoder(
     channels: int, *, stem: int, widths: tuple[int, int, int], blocks: int, branch: Part, shortcut: Part
 ) -> nn.Module:
-    """Three stages of `blocks` blocks each, whose outputs have these widths."""
+    """Three stages of `blocks` blocks each, with outputs of these widths."""
     layers: list[nn.Module] = [_conv(channels, stem, 3), nn.BatchNorm2d(stem), nn.ReLU(inplace=True)]
     inputs = stem
     for outputs, first_stride in zip(widths, (1, 2, 2), strict=True):
@@ -101,7 +101,7 @@ def _encoder(
 
 
 class _Block(nn.Module):
-    never_negative = True  # it ends in a ReLU
+    never_negative = True  # ends in a ReLU
 
     def __init__(self, branch: nn.Module, shortcut: nn.Module) -> None:
         super().__init__()
@@ -137,7 +137,7 @@ def _bottleneck(inputs: int, outputs: int, stride: int) -> nn.Module:
 
 
 class _ZeroPadding(nn.Module):
-    """He's option A: every second pixel, and zeros for the new channels, half of them before and half behind."""
+    """He's option A: every second pixel, and zeros for the new channels, half of them before and half after."""
 
     def __init__(self, inputs: int, outputs: int, stride: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Nets for examples of any shape, which they flatten, with PyTorch's default initialisation."""
+"""Nets that flatten examples of any shape, with PyTorch's default initialisation."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What a run gives away: noise, its account, the ledger of epsilon, and what each party could learn."""
+"""What a run discloses: noise, its accounting, the ledger of epsilon, and what each party could learn."""

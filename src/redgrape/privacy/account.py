@@ -1,10 +1,10 @@
-"""Differential privacy spent, by Google's dp-accounting (the extra `redgrape[dp]`).
+"""The differential privacy spent, computed with Google's dp-accounting (the extra `redgrape[dp]`).
 
-The unit is the client: epsilon bounds what the releases tell about all data of one client, against anybody who sees
-them but not the updates; the server, which adds the noise, is trusted. Two runs are neighbours where one client's
-contributions are replaced by nothing. A client that took part in r rounds met r times every mechanism of a round,
-Gaussians of these noise multipliers; they are composed as Renyi divergences (Mironov, CSF 2017). Who takes part when
-is public, so no amplification by sampling is claimed: the client that took part most often decides.
+The unit is the client: epsilon bounds what the releases reveal about all data of one client to anybody who sees the
+releases but not the updates. The server adds the noise and is trusted. Two runs are neighbours if one client's
+contributions are replaced by nothing. A client that took part in r rounds met every mechanism of a round r times. These
+are Gaussians with the given noise multipliers, composed as Renyi divergences (Mironov, CSF 2017). Who takes part when
+is public, so no amplification by sampling is claimed: the client with the most rounds decides.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from redgrape.errors import ConfigError
 
 
 class Mechanism(NamedTuple):
-    """`times` Gaussian mechanisms, each with noise of `multiplier` times its sensitivity to one client."""
+    """`times` Gaussian mechanisms. The noise of each is `multiplier` times its sensitivity to one client."""
 
     name: str
     multiplier: float
@@ -28,11 +28,11 @@ class Mechanism(NamedTuple):
 
 def check_installed() -> None:
     if importlib.util.find_spec("dp_accounting") is None:
-        raise ConfigError("noise is accounted for by dp-accounting, which is missing; pip install 'redgrape[dp]'")
+        raise ConfigError("noise needs dp-accounting, which is not installed; pip install 'redgrape[dp]'")
 
 
 def epsilon(mechanisms: Sequence[Mechanism], rounds: int, delta: float) -> float:
-    """Of a client that took part in so many rounds; infinite where something was let out without noise."""
+    """The epsilon of a client that took part in this many rounds; infinite if something was released without noise."""
     if rounds == 0:
         return 0.0
     if not mechanisms or any(m.multiplier == 0 for m in mechanisms):
@@ -46,5 +46,5 @@ def epsilon(mechanisms: Sequence[Mechanism], rounds: int, delta: float) -> float
 
 
 def most_rounds(releases: Iterable[Mapping[str, Any]]) -> int:
-    """In how many releases the client took part that did so most often."""
+    """The largest number of releases that any one client took part in."""
     return max(Counter(k for release in releases for k in release["clients"]).values(), default=0)

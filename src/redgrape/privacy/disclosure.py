@@ -1,11 +1,11 @@
-"""What each party could learn in a run, counted from what its folder records.
+"""What each party could learn in a run, counted from the records in its folder.
 
-The server sees every update as it is, and so the classes that a client reports; with secure aggregation it sees the sum
-over a round's clients, and of each class how many reported it. Clients see what the server releases:
-the model, and what the method makes of class rows. A report of a single example is that example's feature vector, a
-gradient of n < C examples can be solved for all of theirs: it has n n unknowns in (C - 1) (n + 1) equations
+The server sees every update unmasked, and with it the classes that a client reports. With secure aggregation it sees
+the sum over a round's clients, and how many clients reported each class. Clients see what the server releases: the
+model, and what the method computes from class rows. A report of a single example is that example's feature vector. A
+gradient of n < C examples can be solved for all their feature vectors: it has n n unknowns in (C - 1) (n + 1) equations
 (docs/privacy.md). A class released from one client is that client's report.
-Counted in reports (client, class, round) and releases (class, round).
+Counts are of reports (client, class, round) and releases (class, round).
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from redgrape.reading.run_tables import RunView
 
 
 def told_by(exchange: Exchange, parts: Parts, survey: Iterable[str], single: str, num_classes: int) -> dict[str, Any]:
-    """What a method and its exchange disclose, by the parts of an update. A run records it, so that whoever looks at
-    the run loads no method: it may be a file."""
+    """What a method and its exchange disclose, by the parts of an update. A run records it, so readers of the run need
+    not load its method, which may be a file."""
     reports = None
     for part in class_rows(parts).values():
-        counts = "the number of examples behind every class that is reported"
+        counts = "the number of examples behind every reported class"
         reports = {
             "min_count": exchange.min_count,
             "min_clients": exchange.min_clients,
@@ -49,7 +49,7 @@ def told_by(exchange: Exchange, parts: Parts, survey: Iterable[str], single: str
 
 
 def _rows_words(name: str, part: ClassRows, exchange: Exchange) -> str:
-    """What class rows expose, for people."""
+    """What class rows expose, in words."""
     counts = " and how many examples of each" if part.weights == "count" else ""
     what = "the classifier's gradient on" if part.gradient else "a row for"
     few = (
@@ -74,10 +74,10 @@ def _rows_words(name: str, part: ClassRows, exchange: Exchange) -> str:
 
 
 def told_in(run: RunView) -> dict[str, Any]:
-    """The same, of a run; one of before it was recorded may be of a method that comes with redgrape."""
+    """What a run discloses, as it recorded it."""
     environment, name = run.environment, run.experiment["method"]["name"]
     if environment is None:
-        raise StorageError(f"'{run.path}' has not begun; let it finish a round first")
+        raise StorageError(f"'{run.path}' has not started; let it finish a round first")
     if "told" not in environment:
         raise StorageError(
             f"'{run.path}' does not record what its method '{name}' discloses; run it again with this redgrape"
@@ -86,7 +86,7 @@ def told_in(run: RunView) -> dict[str, Any]:
 
 
 def disclosed(run: RunView) -> dict[str, Any]:
-    """The figures of a run, for `redgrape privacy`: only things that JSON knows."""
+    """The figures of a run for `redgrape privacy`, in JSON types only."""
     told = told_in(run)
     records, environment, method = run.metrics, run.environment or {}, run.experiment["method"]
     facts: dict[str, Any] = {
@@ -105,7 +105,7 @@ def disclosed(run: RunView) -> dict[str, Any]:
         "noise": _noise(run, told["randomness"]),
     }
     if (reports := told["class_reports"]) is not None:
-        held = environment.get("client_counts")  # [clients, C]; at real sites only the sites know
+        held = environment.get("client_counts")  # [clients, C]; with real sites only the sites know them
         counts = None if held is None else torch.tensor(held)
         rounds = [_Round(reports, record, counts, run.path) for record in records]
         facts["class_reports"] = {
@@ -122,7 +122,8 @@ def disclosed(run: RunView) -> dict[str, Any]:
 def _evaluations_at_sites(
     records: Sequence[Mapping[str, Any]], environment: Mapping[str, Any]
 ) -> dict[str, int] | None:
-    """How many, and from how many training examples on a class was in them; None where the server has a test set."""
+    """The number of evaluations, and the fewest training examples of a class in them; None if the server has a test
+    set."""
     if environment.get("evaluated") != "sites":
         return None
     floor = 1 if environment.get("secure_aggregation") else environment.get("min_count", 1)
@@ -152,7 +153,7 @@ class _Round:
 
     def __init__(self, reports: Mapping[str, Any], record: Mapping[str, Any], counts: Tensor | None, run: Path) -> None:
         self.answered: list[int] = record["answered"]
-        self.examples: Tensor | None = None  # behind the reports of each class, where that is known
+        self.examples: Tensor | None = None  # behind the reports of each class, if known
         reported: Tensor | None = None
         if counts is not None:
             counted = counts[[k for k in self.answered if k not in record.get("left_out", [])]]
@@ -160,7 +161,7 @@ class _Round:
             self.examples = (counted * reported).sum(dim=0)
         if "class_contributors" in record:
             self.contributors = torch.tensor(record["class_contributors"])
-        elif reported is not None:  # a run of before it was recorded
+        elif reported is not None:  # an older run, without this record
             self.contributors = reported.sum(dim=0)
         else:
             raise StorageError(f"'{run}' does not record who reported a class; run it again with this redgrape")
@@ -185,7 +186,7 @@ def _seen_by_server(reports: Mapping[str, Any], rounds: Sequence[_Round], counts
 
     return {
         "reports": in_all(reported),
-        "pairs": once(reported),  # of a client and a class
+        "pairs": once(reported),  # (client, class)
         "pairs_held_back": once((counts > 0) & ~reported),
         "single_example_reports": in_all(of_one),
         "single_examples": once(of_one),
@@ -200,7 +201,7 @@ def _seen_by_server(reports: Mapping[str, Any], rounds: Sequence[_Round], counts
 def _seen_by_clients(reports: Mapping[str, Any], rounds: Sequence[_Round]) -> dict[str, Any]:
     alone = [r.released & (r.contributors == 1) for r in rounds]
     behind = [int(r.contributors[r.released].min()) for r in rounds if r.released.any()]
-    known = [(r.released, r.examples) for r in rounds if r.examples is not None]  # those of all rounds, or of none
+    known = [(r.released, r.examples) for r in rounds if r.examples is not None]  # all rounds, or none
     limit = reports["solvable_up_to"]
     return {
         "releases": sum(int(r.released.sum()) for r in rounds),
@@ -214,7 +215,7 @@ def _seen_by_clients(reports: Mapping[str, Any], rounds: Sequence[_Round]) -> di
 
 
 def in_words(facts: Mapping[str, Any]) -> dict[str, list[str]]:
-    """The same for people: a few sentences for each party."""
+    """The figures in words: a few sentences for each party."""
     reports = facts["class_reports"]
     clients = [
         "the model of every round that they took part in, and so the sum of what the others changed"
@@ -339,7 +340,7 @@ def _examples(count: int) -> str:
 
 
 def leak_in_one_line(facts: Mapping[str, Any]) -> str | None:
-    """What a run without floors gave away; None where there was nothing to keep back."""
+    """What a run without floors disclosed; None if there was nothing to hold back."""
     reports = facts["class_reports"]
     if reports is None or reports["min_count"] > 1 or "pairs" not in reports["server"]:
         return None

@@ -1,4 +1,4 @@
-"""What the floors of sites refuse: parts of an update, or a survey, that would tell of few examples or of few sites."""
+"""What the sites' floors refuse: update parts, or a survey, that would disclose too few examples or too few sites."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def too_much(
     secure_aggregation: bool,
     num_classes: int,
 ) -> str | None:
-    """Why these parts, and a survey with these names, disclose more than the floors allow; else None."""
+    """Why these parts and a survey with these names disclose more than the floors allow; None if they do not."""
     rows = class_rows(parts)
     if rows and exchange.min_count < min_count:
         return (
@@ -30,7 +30,7 @@ def too_much(
             f"exchange.min_clients is {exchange.min_clients}, and no class is released that fewer than "
             f"{min_clients} sites report (min_clients in deploy.toml and site.toml); raise it"
         )
-    if secure_aggregation or min_count == 1:  # sites tell nothing but parts of sums, or anything
+    if secure_aggregation or min_count == 1:  # sites disclose only parts of sums, or may disclose anything
         return None
     solvable = num_classes - 1
     if any(part.gradient for part in rows.values()) and solvable >= exchange.min_count:

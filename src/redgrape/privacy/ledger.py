@@ -1,12 +1,12 @@
-"""What a run with noise keeps in its folder, so that epsilon is never told too small.
+"""The records that a run with noise keeps in its folder, so that the reported epsilon is never too small.
 
-    noise.key        32 random bytes, readable by the owner alone: who has them can take the noise off
-    privacy.jsonl    a line for every release: round, clients, digest of what is let out, epsilon so far
+    noise.key        32 random bytes, readable by the owner only: whoever has them can remove the noise
+    privacy.jsonl    a line for every release: round, clients, digest of the release, epsilon so far
 
-A line is on the disk before its release is let out, and no line is ever taken back. A round that a crash lets run again
-gives the same bits when the same clients answer, and is then the same release. With other answers it is a release more.
-Each line carries a checksum over itself and the line before, so that a line that was changed or lost is noticed. Lines
-lost at the end are noticed by the checkpoint, which has the rounds that they tell of.
+A line is on disk before its release is made, and no line is ever withdrawn. A round that runs again after a crash gives
+the same bits if the same clients answer, and is then the same release. With other answers it is one more release.
+Each line carries a checksum over itself and the line before, which detects a changed or lost line. The checkpoint
+detects lines lost at the end, because it holds the rounds that they describe.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class PrivacyLedger:
         self._key, self._lines = folder / KEY, folder / RELEASES
 
     def secret(self, *, is_new: bool) -> bytes:
-        """The key of the run's noise, drawn from the system where the run `is_new`."""
+        """The key of the run's noise, drawn from the system if the run `is_new`."""
         if not self._key.exists():
             if not is_new:
                 raise StorageError(f"'{self._key}' is missing, and the run's noise cannot go on without; put it back")
@@ -46,11 +46,11 @@ class PrivacyLedger:
         return key
 
     def releases(self) -> list[dict[str, Any]]:
-        """Every release so far, in the order in which they were made."""
+        """Every release so far, in order."""
         if not self._lines.exists():
             return []
         with durable.storage_errors("read", self._lines):
-            whole = self._lines.read_bytes().split(b"\n")[:-1]  # a line cut short was never let out
+            whole = self._lines.read_bytes().split(b"\n")[:-1]  # a truncated line was never released
         found: list[dict[str, Any]] = []
         before = ""
         for line in whole:
@@ -65,7 +65,7 @@ class PrivacyLedger:
         return found
 
     def require(self, rounds: int) -> None:
-        """Raise StorageError unless every one of these first rounds, which the run has behind it, is written down."""
+        """Raise StorageError unless each of these finished rounds is recorded."""
         missing = set(range(1, rounds + 1)) - {release["round"] for release in self.releases()}
         if missing:
             raise StorageError(
@@ -76,7 +76,7 @@ class PrivacyLedger:
     def spend(
         self, round: int, clients: Sequence[int], digest: str, mechanisms: Sequence[Mechanism], delta: float
     ) -> float | None:
-        """Write down a release, which must not be let out before; the epsilon spent with it (None: infinite)."""
+        """Record a release before it is made. Return the epsilon spent including it (None: infinite)."""
         releases = self.releases()
         for release in releases:
             if (release["round"], release["digest"]) == (round, digest):

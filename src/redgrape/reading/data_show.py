@@ -1,4 +1,4 @@
-"""Showing a federation: as text, and as a heat map of clients by classes."""
+"""Show a federation as text and as a heat map of clients by classes."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from redgrape.runs import durable
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-SHOWN = 20  # more clients or classes than this are summarised
+SHOWN = 20  # above this many clients or classes, a summary is shown
 
 
 def describe(federation: Federation) -> RenderableType:
-    """Sizes, classes in head, middle and tail, and who holds how much of what; a few lines however large it is."""
+    """Sizes, head, middle and tail classes, and the examples of each client. Large federations are summarised."""
     from rich.console import Group
 
     tables = [_overview(federation), _classes(federation)]
@@ -31,7 +31,7 @@ def describe(federation: Federation) -> RenderableType:
 
 
 def draw(federation: Federation, path: Path) -> None:
-    """A PNG of the training examples of each client (rows) and class (columns), the class totals as bars on top."""
+    """Draw a PNG of the training examples per client (rows) and class (columns), with class totals as bars on top."""
     try:
         import matplotlib as mpl
     except ImportError as error:
@@ -84,7 +84,7 @@ def draw(federation: Federation, path: Path) -> None:
 
 
 def _label_axis(axis: Any, names: list[str], inches: float) -> None:
-    """A tick for every class or client where they fit, else for every 2nd, 5th, 10th ..."""
+    """A tick for every class or client if they fit, else for every 2nd, 5th, 10th ..."""
     room = max(1, int(inches / 0.13))
     step = next(s * 10**e for e in range(9) for s in (1, 2, 5) if len(names) <= room * s * 10**e)
     ticks = range(0, len(names), step)

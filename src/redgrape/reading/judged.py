@@ -1,4 +1,4 @@
-"""By how many examples each class is judged, and what a reader must be told where they are few."""
+"""The number of evaluation examples per class, and notes for the reader if there are few."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 FEW = 10
-NAMED = 8  # more classes than this are counted, not named
+NAMED = 8  # above this many classes, the rest is counted, not named
 
 
 def counts_of(environment: Mapping[str, Any] | None, summary: Mapping[str, Any] | None, on: str = "test") -> Any:
-    """Examples of each class that a run is evaluated on. Of a deployment, and of a run from before they were written
-    down, the confusion matrix tells: its rows add up to them. None where nothing does."""
+    """The evaluation examples of each class. Deployments and older runs do not record them. They are then the row sums
+    of the confusion matrix, or None if there is no such matrix."""
     if (known := (environment or {}).get(f"{on}_counts")) is not None:
         return known
     confusion = (summary or {}).get("confusion") if on == "test" else None
@@ -19,14 +19,14 @@ def counts_of(environment: Mapping[str, Any] | None, summary: Mapping[str, Any] 
 
 
 def over_classes(counts: Sequence[int] | None) -> str:
-    """Over how many classes a mean over the classes is, where some have no example; else nothing."""
+    """The number of classes in a mean over classes, in words, if some classes have no example. Else empty."""
     return f"{sum(map(bool, counts))} of {len(counts)} classes" if counts and not all(counts) else ""
 
 
 def notes(
     names: Sequence[str], counts: Sequence[int] | None, training: Sequence[int] | None, on: str = "test"
 ) -> list[str]:
-    """The classes without an example to judge by, with few, and with none to learn from."""
+    """Notes on classes with no evaluation example, with few, and with no training example."""
     if counts is None or len(counts) != len(names):
         return []
     none = [name for name, n in zip(names, counts, strict=True) if n == 0]

@@ -1,4 +1,4 @@
-"""Run folders -> tables (mean ± std over seeds) and figures. Reads only; needs neither torch nor the data."""
+"""Tables (mean ± std over seeds) and figures from run folders. Read-only; needs neither torch nor the data."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from redgrape.runs.checksums import hash_of
 
 FIGURES = ("accuracy", "balanced", "head", "middle", "tail")
 EXTRA_DATA = " †"
-TELLTALE = ("experiment.toml", "environment.json", "metrics.jsonl")  # of a run folder
+TELLTALE = ("experiment.toml", "environment.json", "metrics.jsonl")  # files of a run folder
 TRIES = 3  # a run may be written to while it is read
 TITLES = {"accuracy": "overall", "balanced": "class-balanced", "head": "head", "middle": "middle", "tail": "tail"}
 
@@ -35,8 +35,8 @@ class RunView:
 
     @classmethod
     def read(cls, path: Path) -> RunView:
-        """The one way into a run folder for all who only look: its files are held against their checksums and against
-        each other, and a run of which that does not hold is a StorageError. No lock is taken and no method loaded."""
+        """Read a run folder. All readers use this. It checks the files against their checksums and against each other.
+        It raises StorageError if they do not match. It takes no lock and loads no method."""
         for _ in range(TRIES - 1):
             with suppress(StorageError):
                 return cls._read(path)
@@ -45,7 +45,7 @@ class RunView:
     @classmethod
     def _read(cls, path: Path) -> RunView:
         try:
-            manifests = _manifests(path)  # before the lines: those that they tell of are there by now
+            manifests = _manifests(path)  # before the lines, which are written before their manifest
             experiment = tomllib.loads(_content(path / "experiment.toml").decode())
             summary = _json(_whole(path / "summary.json"))
             environment = _json(_whole(path / "environment.json"))
@@ -54,7 +54,7 @@ class RunView:
             _check_experiment(path, experiment, [*manifests, *([] if summary is None else [summary])])
             _check_lines(path, lines, metrics, manifests)
             if summary is not None and summary["rounds"] != experiment["rounds"]:
-                summary = None  # of the run before it was extended
+                summary = None  # from before the run was extended
             if summary is not None:
                 _check_summary(path, summary, metrics, environment)
             view = cls(path, experiment, environment, metrics, summary)
@@ -62,11 +62,11 @@ class RunView:
         except (OSError, ValueError, RecursionError) as error:
             raise StorageError(f"'{path}' cannot be read as a run: {error}") from error
         except (KeyError, TypeError, AttributeError) as error:
-            raise StorageError(f"'{path}' cannot be read as a run: it has no {error} where there should be") from error
+            raise StorageError(f"'{path}' cannot be read as a run: missing or invalid entry: {error}") from error
         return view
 
     def row(self) -> dict[str, Any]:
-        """The run in brief."""
+        """A summary of the run, as a table row."""
         mean = self.summary["mean_of_last"] if self.summary else {}
         data = self.experiment["data"]
         return {
@@ -98,14 +98,14 @@ def _ratio(data: dict[str, Any]) -> str:
 
 
 def run_label(method: dict[str, Any]) -> str:
-    """The method's name, and its preset where it is not the paper's."""
+    """The name of the method, with its preset unless that is `paper`."""
     name = Path(method["name"]).stem
     return name if method.get("preset", "paper") == "paper" else f"{name} ({method['preset']})"
 
 
 def other_data(runs: Sequence[RunView]) -> dict[Path, str]:
-    """The runs that no table may show beside the others of their seed and data options, since they are of another split
-    or of other examples, and why. What most have, and else what comes first, is what the others lack."""
+    """Runs that must not be compared with others of the same seed and data options, because their split or examples
+    differ, and why. The reference is the split and data that most runs have; if tied, those of the first run."""
     begun = [run for run in runs if run.environment is not None]
     names = set().union(*[run.experiment["data"] for run in begun])
     lacking = any(names - run.experiment["data"].keys() for run in begun)
@@ -128,15 +128,15 @@ def other_data(runs: Sequence[RunView]) -> dict[Path, str]:
 
 
 def _is_public(run: RunView) -> bool:
-    """Whether its data is a set whose files are checked against known checksums: with the split it is the same
-    everywhere, while its fingerprint was made in another way by the first redgrape."""
+    """Whether the data is a public set with known checksums. An equal split then means equal data. The data fingerprint
+    is not comparable here: the first redgrape computed it differently."""
     from redgrape.data.sources import DATASETS
 
     return run.experiment["data"]["source"] in DATASETS
 
 
 def _data_defaults() -> dict[str, Any]:
-    """For runs of before an option existed."""
+    """Defaults for runs that are older than an option."""
     from redgrape.runs.experiment import Experiment
 
     defaults: dict[str, Any] = Experiment().resolved()["data"]
@@ -144,18 +144,18 @@ def _data_defaults() -> dict[str, Any]:
 
 
 def find_runs(folder: Path) -> list[Path]:
-    """The run folders at or below this one, two levels deep; also one that has lost its description."""
+    """Run folders at or below this one, up to two levels deep, even if their experiment.toml is missing."""
     candidates = [folder, *sorted(folder.glob("*")), *sorted(folder.glob("*/*"))]
     return [path for path in candidates if any((path / name).is_file() for name in TELLTALE)]
 
 
 @dataclass(frozen=True)
 class Result:
-    """One method's runs over seeds."""
+    """The runs of one method over seeds."""
 
     label: str
     runs: list[RunView]
-    on: str = "test"  # or validation, which is there to choose hyper-parameters by
+    on: str = "test"  # or validation, for choosing hyper-parameters
 
     def values(self, figure: str) -> list[float]:
         values = [self._means(run)[figure] for run in self.runs]
@@ -169,23 +169,23 @@ class Result:
 
     @property
     def title(self) -> str:
-        """The label, marked where the method was given data that the others do without."""
+        """The label, marked if the method used extra data."""
         return self.label + (EXTRA_DATA if any(run.uses_extra_data for run in self.runs) else "")
 
     def per_class(self) -> list[list[float]]:
-        """For each class, the seeds' accuracies."""
+        """The accuracies of all seeds, for each class."""
         classes = zip(*[_summary(run)["per_class"] for run in self.runs], strict=True)
         return [[value for value in values if value is not None] for values in classes]
 
 
 def counts(results: Sequence[Result]) -> list[int] | None:
-    """Of each class the fewest examples that any of these runs was judged by."""
+    """The smallest number of evaluation examples of each class in any of these runs."""
     known = [judged.counts_of(run.environment, run.summary, r.on) for r in results for run in r.runs]
     return [min(of_class) for of_class in zip(*known, strict=True)] if known and all(known) else None
 
 
 def notes(results: Sequence[Result]) -> list[str]:
-    """What the figures do not say, of classes with few examples or none."""
+    """Notes on classes with few examples or none."""
     environment = results[0].runs[0].environment or {}
     names = [terminal.printable(name) for name in environment.get("class_names", [])]
     return judged.notes(names, counts(results), environment.get("class_counts"), results[0].on)
@@ -198,7 +198,7 @@ def header(results: Sequence[Result]) -> list[str]:
 
 
 def collect(runs: Iterable[tuple[str, RunView]], on: str = "test") -> list[Result]:
-    """Finished runs by their label, in the order in which labels first appear."""
+    """Group finished runs by label, in order of first appearance."""
     results: dict[str, Result] = {}
     for label, run in runs:
         results.setdefault(label, Result(label, [], on)).runs.append(run)
@@ -206,7 +206,7 @@ def collect(runs: Iterable[tuple[str, RunView]], on: str = "test") -> list[Resul
 
 
 def mean_std(values: Sequence[float]) -> tuple[float, float | None]:
-    """The mean, and the standard deviation of a sample where there are at least two."""
+    """The mean and the sample standard deviation. The latter is None for fewer than two values."""
     mean = sum(values) / len(values)
     if len(values) < 2:
         return mean, None
@@ -255,11 +255,11 @@ def print_table(results: Sequence[Result]) -> None:
 
 
 def draw_per_class(results: Sequence[Result], path: Path) -> None:
-    """Accuracy per class from head to tail, a line a method (bars show the spread over seeds), over the class sizes."""
+    """Plot accuracy per class from head to tail, one line per method (bars: std over seeds), above the class sizes."""
     plt = pyplot()
     environment = results[0].runs[0].environment or {}
     names = environment["class_names"]
-    counts = environment["class_counts"] or [1] * len(names)  # of a deployment only the sites know
+    counts = environment["class_counts"] or [1] * len(names)  # in a deployment, only the sites know
     order = sorted(range(len(counts)), key=lambda c: (-counts[c], c))
     places = range(len(order))
     wide = len(order) > 30
@@ -313,7 +313,7 @@ COOLER = ("#4c78a8", "#f2a541", "#54a24b", "#9d755d", "#72b7b2", "#b279a2", "#5f
 
 
 def colours(count: int) -> list[str]:
-    """Grape red for the last, cooler colours for what it is compared with."""
+    """Grape red for the last entry, cooler colours for the others."""
     return [*[COOLER[i % len(COOLER)] for i in range(count - 1)], "#8e1b3f"]
 
 
@@ -330,12 +330,12 @@ def pyplot() -> Any:
 
 def _summary(run: RunView) -> dict[str, Any]:
     if run.summary is None:
-        raise StorageError(f"'{run.path}' is not finished; `redgrape resume {run.path}` continues it")
+        raise StorageError(f"'{run.path}' is not finished; continue it with `redgrape resume {run.path}`")
     return run.summary
 
 
 def plain(value: Any) -> Any:
-    """The value with infinity, which JSON lacks, as the word that the command line takes for it."""
+    """Replace infinity, which JSON lacks, by the word that the command line accepts."""
     if isinstance(value, dict):
         return {name: plain(inner) for name, inner in value.items()}
     if isinstance(value, list | tuple):
@@ -345,20 +345,20 @@ def plain(value: Any) -> Any:
 
 def _content(path: Path) -> bytes:
     if path.is_symlink():
-        raise StorageError(f"'{path}' is a link or no ordinary file")
+        raise StorageError(f"'{path}' is a link or a special file")
     return durable.ordinary(path).read_bytes()
 
 
 def _whole(path: Path) -> bytes | None:
-    """The file's content, where there is one and it is what was written."""
+    """The verified content of the file, or None if it does not exist."""
     data = _content(path) if path.exists() or path.is_symlink() else None
     if data is not None and not checksums.fits(path.parent, path.name, data):
-        raise StorageError(f"'{path}' is damaged: its SHA-256 is not that in {checksums.NAME}")
+        raise StorageError(f"'{path}' is damaged: its SHA-256 does not match {checksums.NAME}")
     return data
 
 
 def _manifests(path: Path) -> list[dict[str, Any]]:
-    """What the checkpoints vouch for. One that is damaged vouches for nothing; whoever needs its model is told."""
+    """The manifests of the checkpoints. Damaged ones are skipped here, and reported when the model is loaded."""
     found = []
     for file in sorted((path / "checkpoints").glob("round-[0-9]*/manifest.json")):
         with suppress(OSError, ValueError, RecursionError, KeyError, TypeError):
@@ -369,8 +369,8 @@ def _manifests(path: Path) -> list[dict[str, Any]]:
 
 
 def _check_experiment(path: Path, experiment: dict[str, Any], witnesses: Sequence[dict[str, Any]]) -> None:
-    """Raise StorageError where the description is not that of the run: of its summary or checkpoints where there are,
-    which may be of before it was extended; other spellings of the same values are no matter."""
+    """Raise StorageError if the experiment does not match the summary or the checkpoints of the run, if there are any.
+    They may date from before the run was extended. Another spelling of the same values is fine."""
     digest, name = hash_of(experiment), "experiment.toml"
     if any(witness["experiment"] == digest for witness in witnesses):
         return
@@ -378,28 +378,28 @@ def _check_experiment(path: Path, experiment: dict[str, Any], witnesses: Sequenc
     if witnesses and name not in checksums.read(path):
         before = [{**experiment, "rounds": witness.get("rounds", experiment["rounds"])} for witness in witnesses]
         if not any(w["experiment"] == hash_of(values) for w, values in zip(witnesses, before, strict=True)):
-            raise StorageError(f"'{path / name}' has been edited or is damaged: it is not that of the run's result")
+            raise StorageError(f"'{path / name}' was edited or is damaged: it does not match the result of the run")
 
 
 def _check_lines(
     path: Path, lines: bytes, metrics: Sequence[dict[str, Any]], manifests: Sequence[dict[str, Any]]
 ) -> None:
-    """Raise StorageError unless there is one line for every round, and those of before a checkpoint are its own."""
+    """Raise StorageError unless every round has exactly one line and the lines match each checkpoint."""
     if [record["round"] for record in metrics] != list(range(1, len(metrics) + 1)):
-        raise StorageError(f"'{path / 'metrics.jsonl'}' is damaged: it does not tell of every round once")
+        raise StorageError(f"'{path / 'metrics.jsonl'}' is damaged: it does not have exactly one line per round")
     for manifest in manifests:
         size, digest = manifest["metrics"]["bytes"], manifest["metrics"]["sha256"]
         if len(lines) < size or checksums.digest_of(lines[:size]) != digest:
             raise StorageError(
-                f"'{path / 'metrics.jsonl'}' is damaged: it does not begin as the checkpoint of round "
-                f"{manifest['round']} says"
+                f"'{path / 'metrics.jsonl'}' is damaged: its beginning does not match the checkpoint of "
+                f"round {manifest['round']}"
             )
 
 
 def _check_summary(
     path: Path, summary: dict[str, Any], metrics: Sequence[dict[str, Any]], environment: dict[str, Any] | None
 ) -> None:
-    """Raise StorageError where a result is not that of the lines, or of another split."""
+    """Raise StorageError if the summary does not match the metrics or the split."""
     evaluated = [record for record in metrics if "test" in record][-len(summary["averaged_rounds"]) :]
     means = {f: _mean([record["test"][f] for record in evaluated]) for f in FIGURES}
     if (
@@ -407,9 +407,9 @@ def _check_summary(
         or [record["round"] for record in evaluated] != summary["averaged_rounds"]
         or any(not _same(means[figure], summary["mean_of_last"][figure]) for figure in FIGURES)
     ):
-        raise StorageError(f"'{path}' is damaged: summary.json is not the result of metrics.jsonl")
+        raise StorageError(f"'{path}' is damaged: summary.json does not match metrics.jsonl")
     if environment is None or environment["split"] != summary["split"]:
-        raise StorageError(f"'{path}' is damaged: environment.json is not of the split of summary.json")
+        raise StorageError(f"'{path}' is damaged: environment.json and summary.json have different splits")
 
 
 def _mean(values: Sequence[float | None]) -> float | None:

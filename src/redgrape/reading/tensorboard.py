@@ -1,4 +1,4 @@
-"""A run's figures for TensorBoard, in the folder `tensorboard` of the run. They decide nothing."""
+"""Log a run to TensorBoard, in its folder `tensorboard`. The log does not affect the run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ FIGURES = ("accuracy", "balanced", "head", "middle", "tail", "loss")
 
 
 class TensorBoard:
-    """Writes a step's scalars. A round that is done again after a crash takes the place of the one before."""
+    """Writes the scalars of each step. A round repeated after a crash replaces the earlier one."""
 
     def __init__(self, run: Path) -> None:
         self._folder = run / "tensorboard"
@@ -33,7 +33,7 @@ class TensorBoard:
 
 
 def scalars(step: Step) -> dict[str, float]:
-    """By their names in TensorBoard; what a round does not have is left out."""
+    """The scalars by TensorBoard name. Missing values are left out."""
     record = step.record
     values = {
         "train/loss": record["train_loss"],

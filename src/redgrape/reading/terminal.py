@@ -1,4 +1,4 @@
-"""Words of strangers on a terminal: class names, paths and labels may hold escapes that would steer it."""
+"""Safe terminal output. Class names, paths and labels are untrusted and may contain escape sequences."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ if TYPE_CHECKING:
 
 
 def printable(words: object) -> str:
-    """On one line, without what is not printed: escapes of a terminal, marks that turn the direction of writing."""
+    """One line of text. Unprintable characters are replaced, such as terminal escapes and bidirectional marks."""
     return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in str(words))
 
 
 def lines(words: str) -> str:
-    """The same for a text of several lines."""
+    """The same for text with several lines."""
     return "\n".join(map(printable, words.split("\n")))
 
 
 def cell(words: object) -> Text:
-    """For a table: text, not markup."""
+    """A table cell: plain text, not markup."""
     from rich.text import Text
 
     return Text(printable(words))

@@ -1,1 +1,1 @@
-"""An experiment carried out in its folder: description, files, checkpoints, client states."""
+"""Runs: the experiment, its folder, checkpoints and client states."""

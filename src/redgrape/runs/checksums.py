@@ -1,7 +1,7 @@
-"""SHA256SUMS: the checksums of a run's small files, or of a model's, as `sha256sum --check` reads them.
+"""SHA256SUMS: checksums of the small files of a run or a model, in the format of `sha256sum --check`.
 
-A checksum is written before its file. Where a file is replaced, both its old and its new one stand there for a while,
-so that a crash in between leaves nothing that looks damaged. A file that is not listed, or not there, is not judged.
+A checksum is written before its file. While a file is being replaced, the list holds both its old and its new checksum,
+so a crash in between leaves nothing that looks damaged. Files that are not listed or do not exist are not checked.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ NAME = "SHA256SUMS"
 
 
 def write(folder: Path, files: Mapping[str, bytes]) -> None:
-    """Atomically give each of these files its content, and list them."""
+    """Write each file atomically, and list its checksum."""
     before = {name: {digest_of(data)} for name in files if (data := _content(folder / name)) is not None}
     after = {name: {digest_of(data)} for name, data in files.items()}
     listed = read(folder)
@@ -31,21 +31,21 @@ def write(folder: Path, files: Mapping[str, bytes]) -> None:
 
 
 def add(folder: Path, names: Iterable[str]) -> None:
-    """List these files as they are."""
+    """List the current checksums of these files."""
     contents = {name: _content(folder / name) for name in names}
     sums = {name: {digest_of(data)} for name, data in contents.items() if data is not None}
     _write_list(folder, {**read(folder), **sums})
 
 
 def remove(folder: Path, names: Iterable[str]) -> None:
-    """List these files no more, because they are about to change."""
+    """Remove these files from the list, because they are about to change."""
     listed = read(folder)
     if listed.keys() & set(names):
         _write_list(folder, {name: sums for name, sums in listed.items() if name not in set(names)})
 
 
 def is_whole(folder: Path, name: str) -> bool:
-    """Whether the file is what was written; one that is not listed, or not there, is."""
+    """Whether the file matches its checksum. True if it is not listed or does not exist."""
     data = _content(folder / name)
     return data is None or fits(folder, name, data)
 
@@ -61,7 +61,7 @@ def read(folder: Path) -> dict[str, set[str]]:
     for line in (_content(path) or b"").splitlines():
         digest, _, name = line.decode(errors="replace").partition("  ")
         if len(digest) != 64 or not set(digest) <= set("0123456789abcdef") or name not in _LISTABLE:
-            raise StorageError(f"'{path}' is damaged; where the other files are known to be good, remove it")
+            raise StorageError(f"'{path}' is damaged; remove it if you know that the other files are good")
         listed.setdefault(name, set()).add(digest)
     return listed
 
@@ -81,7 +81,7 @@ _LISTABLE = {
 
 
 def of(files: Mapping[str, bytes]) -> bytes:
-    """The list of these files, for a folder that is made in one step."""
+    """The checksum list of these files, for a folder that is created in one step."""
     return _as_text({name: [digest_of(data)] for name, data in files.items()})
 
 
@@ -104,5 +104,5 @@ def digest_of(data: bytes) -> str:
 
 
 def hash_of(values: Mapping[str, Any]) -> str:
-    """The name of a description: equal for equal values."""
+    """The hash of a description. Equal values give equal hashes."""
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()

@@ -1,10 +1,11 @@
-"""The clients' states of a run, on disk: memory does not grow with the number of clients.
+"""Client states of a run, stored on disk, so memory does not grow with the number of clients.
 
-    clients/NNNNNN.states    states one after another, each in the safetensors format
+    clients/NNNNNN.states    concatenated states, each in the safetensors format
 
-A file holds the states that came in between two checkpoints and never changes after the second. Which client's newest
-state lies where is an index, which goes into the checkpoint. A file that is less than half in use gives what is in use
-to the newest one, so that the folder holds about twice the states at most; files that no checkpoint needs are removed.
+A file holds the states that arrived between two checkpoints. It never changes after the second one. An index gives the
+position of each client's newest state; the checkpoint stores it. If less than half of a file is in use, the states in
+use are copied to the newest file. The folder thus holds at most about twice the size of the states. Files that no
+checkpoint needs are removed.
 """
 
 from __future__ import annotations
@@ -27,13 +28,13 @@ from redgrape.runs import durable
 from redgrape.training import ClientStates
 from redgrape.tree import Tensors, Tree
 
-MOST_CLIENTS = 10**8  # an index of more is damaged
+MOST_CLIENTS = 10**8  # an index with more clients is damaged
 _ENTRY = np.dtype([("file", "<i8"), ("offset", "<i8"), ("bytes", "<i8"), ("sha256", "V32")])
-_Index = NDArray[Any]  # of _ENTRY, one a client; file 0: no state as yet
+_Index = NDArray[Any]  # of _ENTRY, one per client; file 0: no state yet
 
 
 class StateFolder:
-    """The files; one of them, at most, is being written to."""
+    """The state files. At most one of them is open for writing."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -50,7 +51,7 @@ class StateFolder:
             return self.file(number).stat().st_size
 
     def append(self, states: Iterable[bytes]) -> Iterator[tuple[int, int]]:
-        """The file and the offset of each."""
+        """Append the states, and yield the file number and offset of each."""
         with durable.storage_errors("write", self.path):
             if self.current is None:
                 if not self.path.exists():
@@ -66,13 +67,13 @@ class StateFolder:
 
     def read(self, number: int, offset: int, size: int) -> bytes:
         if min(offset, size) < 0 or offset + size > self.size(number):
-            raise StorageError(f"'{self.file(number)}' is damaged: it has no {size} bytes at {offset}")
+            raise StorageError(f"'{self.file(number)}' is damaged: it does not have {size} bytes at offset {offset}")
         with durable.storage_errors("read", self.file(number)), self.file(number).open("rb") as file:
             file.seek(offset)
             return file.read(size)
 
     def commit(self) -> None:
-        """Flush what was written since the last time to the disk; what comes next goes to a new file."""
+        """Flush everything written since the last commit to disk. Later states go to a new file."""
         if self.current is not None:
             with durable.storage_errors("write", self.path):
                 with self.file(self.current).open("rb") as file:
@@ -88,7 +89,7 @@ class StateFolder:
 
 
 class StateFiles(ClientStates):
-    """The states as they are after a round."""
+    """The client states after a round."""
 
     def __init__(self, folder: StateFolder, num_clients: int, index: _Index | None = None) -> None:
         self._folder = folder
@@ -132,7 +133,7 @@ class StateFiles(ClientStates):
         return int(np.count_nonzero(self._index["file"]))
 
     def to_index(self) -> Tensors:
-        """Where the states lie, for a checkpoint."""
+        """The positions of the states, to be stored in a checkpoint."""
         clients = np.flatnonzero(self._index["file"])
         held = self._index[clients]
         digests = np.frombuffer(held["sha256"].tobytes(), np.uint8).reshape(-1, 32)
@@ -145,11 +146,11 @@ class StateFiles(ClientStates):
 
     @classmethod
     def from_index(cls, folder: StateFolder, stored: Mapping[str, Any]) -> StateFiles:
-        """The states of a checkpoint, each of them checked."""
+        """The states of a checkpoint. Each one is verified."""
         try:
             clients = stored["client"].numpy()
             if not len(clients) <= int(stored["num_clients"]) <= MOST_CLIENTS:
-                raise ValueError(f"it is of {int(stored['num_clients'])} clients")
+                raise ValueError(f"it has {int(stored['num_clients'])} clients")
             index = np.zeros(int(stored["num_clients"]), _ENTRY)
             for name in ("file", "offset", "bytes"):
                 if stored[name].dtype != torch.int64:
@@ -159,17 +160,17 @@ class StateFiles(ClientStates):
         except (KeyError, ValueError, IndexError, AttributeError, TypeError, RuntimeError) as error:
             raise StorageError(f"the index of client states in '{folder.path}' is damaged: {error}") from error
         states = cls(folder, len(index), index)
-        for k in np.argsort(index, order=("file", "offset"), kind="stable").tolist():  # as they lie on the disk
+        for k in np.argsort(index, order=("file", "offset"), kind="stable").tolist():  # in the order on disk
             entry = index[k]
             if entry["file"] and hashlib.sha256(states._data(entry)).digest() != entry["sha256"].tobytes():
                 raise StorageError(
-                    f"'{folder.file(int(entry['file']))}' is damaged: the state of client {k} is not what it was"
+                    f"'{folder.file(int(entry['file']))}' is damaged: the state of client {k} has changed"
                 )
         return states
 
 
 def files_in_use(stored: bytes) -> set[int]:
-    """The numbers of the files that a checkpoint's index names."""
+    """The numbers of the files that the index of a checkpoint uses."""
     try:
         return set(tree.from_bytes(stored)["file"].tolist())
     except (safetensors.SafetensorError, KeyError, ValueError, AttributeError) as error:

@@ -1,6 +1,6 @@
-"""Files that are either there whole or not there at all, whatever happens in between.
+"""Atomic writes: a file is either complete or absent, even after a crash.
 
-Every step of a save passes `fault_point`, where a test can end the process, so that a crash at each of them is tried.
+Every step of a save calls `fault_point`, where a test can end the process. Tests crash at each of these steps.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from pathlib import Path
 
 from redgrape.errors import RedgrapeError, StorageError
 
-# O_BINARY is of Windows alone, O_NOFOLLOW of all others
+# O_BINARY exists only on Windows, O_NOFOLLOW everywhere else
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0)
 _steps: dict[str, int] = {}
 
 
 def fault_point(kind: str) -> None:
-    """End the process here where REDGRAPE_CRASH_AT names this step, as in `fsync:3` for the third fsync."""
+    """End the process if REDGRAPE_CRASH_AT names this step. For example, `fsync:3` is the third fsync."""
     crash_at = os.environ.get("REDGRAPE_CRASH_AT")
     if crash_at is not None:
         _steps[kind] = _steps.get(kind, 0) + 1
@@ -30,7 +30,7 @@ def fault_point(kind: str) -> None:
 
 @contextmanager
 def storage_errors(doing: str, path: Path) -> Iterator[None]:
-    """Whatever the system says of a file, as one line."""
+    """Turn an OSError into a StorageError of one line."""
     try:
         yield
     except OSError as error:
@@ -38,7 +38,7 @@ def storage_errors(doing: str, path: Path) -> Iterator[None]:
 
 
 def ordinary(path: Path, error: type[RedgrapeError] = StorageError) -> Path:
-    """The path of a file that is to be opened; this error for a pipe or a device, which may be read for ever."""
+    """Return the path, or raise `error` if it is a pipe or a device, because reading one may never end."""
     with storage_errors("read", path):
         if path.exists() and not path.is_file() and not path.is_dir():
             raise error(f"'{path}' is a pipe or a device; name an ordinary file")
@@ -46,8 +46,8 @@ def ordinary(path: Path, error: type[RedgrapeError] = StorageError) -> Path:
 
 
 def check_ordinary(folder: Path) -> None:
-    """Raise StorageError where the folder holds anything but files and folders: through a link, what is meant for a
-    place in it would be written elsewhere, and a pipe would be read for ever."""
+    """Raise StorageError if the folder holds anything but files and folders. Through a link, data would be written
+    outside the folder. Reading a pipe may never end."""
 
     def said(error: OSError) -> None:
         if not isinstance(error, FileNotFoundError | NotADirectoryError):
@@ -56,16 +56,18 @@ def check_ordinary(folder: Path) -> None:
     with storage_errors("read", folder):
         for place, folders, files in os.walk(folder, onerror=said):
             for path in (Path(place, name) for name in (*folders, *files)):
-                with suppress(FileNotFoundError):  # whoever uses the folder has just removed it
+                with suppress(FileNotFoundError):  # another process has just removed it
                     kind = path.lstat().st_mode
                     if not (stat.S_ISREG(kind) or stat.S_ISDIR(kind)):
-                        raise StorageError(f"'{path}' is a link or no ordinary file; remove it, or put a copy there")
+                        raise StorageError(
+                            f"'{path}' is a link or a special file; remove it, or replace it with a copy"
+                        )
 
 
 def write_file(path: Path, data: bytes, mode: int = 0o666) -> None:
-    """Write a new file and flush it to the disk. Not atomic: it, or its folder, is renamed into place afterwards. What
-    lies there gives way, left by a crash or laid there by a stranger: through a link this would be written elsewhere.
-    """
+    """Write a new file and flush it to disk. Not atomic: the caller renames the file or its folder into place. An
+    existing file is removed first. It may be left over from a crash, or it may be a link from someone else, which would
+    redirect the data."""
     path.unlink(missing_ok=True)
     with os.fdopen(os.open(path, _NEW, mode), "wb") as file:
         fault_point("write")
@@ -76,7 +78,7 @@ def write_file(path: Path, data: bytes, mode: int = 0o666) -> None:
 
 
 def replace_file(path: Path, data: bytes, mode: int = 0o666) -> None:
-    """Atomically give the file this content."""
+    """Replace the content of the file atomically."""
     temporary = path.with_name(f".{path.name}.tmp")
     with storage_errors("write", path):
         write_file(temporary, data, mode)
@@ -86,7 +88,7 @@ def replace_file(path: Path, data: bytes, mode: int = 0o666) -> None:
 
 
 def create_folder(path: Path, files: Mapping[str, bytes]) -> None:
-    """Atomically make a folder with these files. One that is there already, left by a crash, gives way."""
+    """Create a folder with these files atomically. It replaces an existing folder, left over from a crash."""
     temporary = path.with_name(f".{path.name}.tmp")
     with storage_errors("write", path):
         shutil.rmtree(temporary, ignore_errors=True)
@@ -104,8 +106,8 @@ def create_folder(path: Path, files: Mapping[str, bytes]) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a file or a folder. Not atomic: for what nothing needs any more, and what is half there is left to the
-    next one to remove."""
+    """Remove a file or a folder that nothing needs any more. This is not atomic: after a crash, the next call removes
+    the rest."""
     with storage_errors("remove", path):
         fault_point("remove")
         if path.is_dir():
@@ -130,7 +132,7 @@ def append_line(path: Path, line: str) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """Flush the folder's own entries, where the system can (Windows cannot)."""
+    """Flush the entries of the folder, if the system can (Windows cannot)."""
     fault_point("fsync")
     if os.name == "posix":
         fd = os.open(path, os.O_RDONLY)

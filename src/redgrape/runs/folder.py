@@ -1,20 +1,20 @@
-"""The run folder: everything about one run, in files that a crash cannot spoil.
+"""The run folder: everything about one run, in files that survive a crash.
 
-    experiment.toml          what was run, everything written out
-    environment.json         on what: versions and machine
-    partition.safetensors    which training rows each client holds
-    metrics.jsonl            one line a round; equal in bits between equal runs
-    times.jsonl              wall-clock seconds a round, and with how many workers; apart because they never are equal
-    checkpoints/round-NNNNNN/{server,clients}.safetensors, description.toml, which is the experiment.toml of the time,
-                             and manifest.json with their checksums; the last two are kept
-    clients/NNNNNN.states    the clients' states, where they have any; clients.safetensors is the index to them
+    experiment.toml          the experiment, with every setting
+    environment.json         versions, machine and data
+    partition.safetensors    the training rows of each client
+    metrics.jsonl            one line per round; bit-identical between equal runs
+    times.jsonl              wall-clock seconds and workers per round; a file of its own, because times always differ
+    checkpoints/round-NNNNNN/{server,clients}.safetensors, description.toml (a copy of experiment.toml at that time)
+                             and manifest.json with their checksums; the last two checkpoints are kept
+    clients/NNNNNN.states    client states, if there are any; clients.safetensors is the index to them
     summary.json             the result, written after the last round
-    noise.key, privacy.jsonl what a run with noise needs and has spent (privacy_ledger.py)
-    SHA256SUMS               the checksums of the files above, those of the lines once the run is finished
-    lock                     held by the process that writes here
+    noise.key, privacy.jsonl the key and the spent privacy budget of a run with noise (privacy/ledger.py)
+    SHA256SUMS               checksums of the files above; those of the .jsonl files are added when the run is finished
+    lock                     held by the process that writes to the folder
 
-A round is committed in this order: its line in metrics.jsonl, then its checkpoint. So a checkpoint never lacks a line,
-and lines after the newest good checkpoint are cut off before a run goes on.
+A round is committed in this order: its line in metrics.jsonl, then its checkpoint. So a checkpoint never lacks a line.
+Lines after the newest good checkpoint are removed before a run resumes.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ from redgrape.runs.experiment import Experiment, read_toml
 from redgrape.training import RunState
 
 FORMAT = 3
-OLDEST = 2  # the oldest format that can be read; it lacks the copy of the experiment
+OLDEST = 2  # the oldest readable format; it has no copy of the experiment
 KEPT = 2
-COPY = "description.toml"  # the experiment, in a checkpoint, which would be taken for a run with an experiment.toml
+COPY = "description.toml"  # copy of experiment.toml; with that name, a checkpoint would look like a run
 CHECKPOINT_FILES = {"server.safetensors", "clients.safetensors", COPY}
 LINES = ("metrics.jsonl", "times.jsonl")
 MANIFEST_KEYS = {"format", "round", "rounds", "experiment", "files", "metrics"}
@@ -54,16 +54,16 @@ class RunFolder:
     def __init__(self, path: Path, made: Sequence[Path] | None = None) -> None:
         self.path = path
         self._states = StateFolder(path / "clients")
-        self._lines = hashlib.sha256()  # of metrics.jsonl, with its length
+        self._lines = hashlib.sha256()  # hash of metrics.jsonl; its length is below
         self._line_bytes = 0
-        self._made = made  # the folders that `create` made, the innermost first; None for a run of before
+        self._made = made  # folders made by `create`, innermost first; None if the run existed before
 
     @classmethod
     def create(cls, path: Path, experiment: Experiment) -> RunFolder:
         with durable.storage_errors("make", path):
             if path.exists() and (not path.is_dir() or not all(map(_is_leftover, path.iterdir()))):
                 raise ConfigError(
-                    f"'{path}' exists already; `redgrape resume {path}` continues it, --out names another folder"
+                    f"'{path}' already exists; continue it with `redgrape resume {path}`, or choose another --out"
                 )
             durable.check_ordinary(path)
             made = [folder for folder in (path, *path.parents) if not folder.exists()]
@@ -77,16 +77,16 @@ class RunFolder:
         return folder
 
     def discard(self) -> None:
-        """Take back what `create` made, as long as no round is finished. A run of before stays as it is."""
+        """Undo `create`, unless a round is finished. A run that existed before is left as it is."""
         if self._made is not None and not (self.path / "metrics.jsonl").exists():
             for path in self.path.iterdir():
                 durable.remove(path)
             for folder in self._made:
-                with suppress(OSError):  # others may have put something there
+                with suppress(OSError):  # another process may have added files
                     folder.rmdir()
 
     def remove(self) -> None:
-        """The whole run, unless somebody works on it."""
+        """Remove the whole run, unless another process uses it."""
         with self.locked():
             durable.remove(self.path)
 
@@ -99,9 +99,9 @@ class RunFolder:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Held by one process at a time; the system lets go of it when the process ends, however it ends."""
+        """Lock the folder for one process. The system releases the lock when the process ends, however it ends."""
         with durable.storage_errors("lock", self.path):
-            file = (self.path / "lock").open("ab+", buffering=0)  # what a full disk does not take must not come again
+            file = (self.path / "lock").open("ab+", buffering=0)  # unbuffered: a write that failed must not be retried
         with file:
             with durable.storage_errors("lock", self.path):
                 if not try_lock(file.fileno()):
@@ -120,66 +120,66 @@ class RunFolder:
         try:
             return Experiment.read(path)
         except ConfigError as error:
-            if checksums.is_whole(self.path, path.name):  # it is of another redgrape, say, or needs a file that is gone
+            if checksums.is_whole(self.path, path.name):  # such as one of another redgrape version
                 raise
-            raise StorageError(f"'{path}' has been edited or is damaged: {error}{self._copy()}") from error
+            raise StorageError(f"'{path}' was edited or is damaged: {error}{self._copy()}") from error
 
     def write_experiment(self, experiment: Experiment) -> None:
         checksums.write(self.path, {"experiment.toml": experiment.to_toml().encode()})
 
     def check_experiment(self, may_differ: Sequence[str] = ()) -> None:
-        """Raise StorageError where experiment.toml says something else than what redgrape wrote there."""
+        """Raise StorageError if experiment.toml differs from what redgrape wrote."""
         if checksums.is_whole(self.path, "experiment.toml"):
             return
         path = self.path / "experiment.toml"
         copies = [checkpoint / COPY for checkpoint in self._checkpoints() if (checkpoint / COPY).exists()]
         if not copies:
-            raise StorageError(f"'{path}' has been edited or is damaged; put it back, or start a new run with --out")
+            raise StorageError(f"'{path}' was edited or is damaged; restore it, or start a new run with --out")
         changes = differences(read_toml(copies[-1]), read_toml(path))
         for key in may_differ:
             changes.pop(key, None)
         if changes:
-            longer = "; `redgrape resume --rounds` lets a run go on" if changes.keys() == {"rounds"} else ""
-            raise StorageError(f"'{path}' has been edited: {', '.join(changes.values())}{longer}{self._copy()}")
+            longer = "; use `redgrape resume --rounds` to extend a run" if changes.keys() == {"rounds"} else ""
+            raise StorageError(f"'{path}' was edited: {', '.join(changes.values())}{longer}{self._copy()}")
 
     def _copy(self) -> str:
-        """Where the experiment is still to be found."""
+        """A hint at the newest copy of the experiment."""
         copies = sorted((self.path / "checkpoints").glob(f"round-[0-9]*/{COPY}"))
-        return f"; '{copies[-1]}' is what it was" if copies else ""
+        return f"; '{copies[-1]}' is the original" if copies else ""
 
     def environment(self) -> dict[str, Any]:
         if not (self.path / "environment.json").exists():
             raise StorageError(f"'{self.path / 'environment.json'}' is missing")
         if not checksums.is_whole(self.path, "environment.json"):
-            raise StorageError(f"'{self.path / 'environment.json'}' is damaged: its SHA-256 is not what it was")
+            raise StorageError(f"'{self.path / 'environment.json'}' is damaged: its SHA-256 does not match")
         environment: dict[str, Any] = _read_json(self.path / "environment.json")
         if not isinstance(environment, dict) or "split" not in environment:
-            raise StorageError(f"'{self.path / 'environment.json'}' is damaged: it names no split")
+            raise StorageError(f"'{self.path / 'environment.json'}' is damaged: it has no split")
         return environment
 
     def has_whole_times(self) -> bool:
         return checksums.is_whole(self.path, "times.jsonl")
 
     def has_partition(self) -> bool:
-        """Whether the file that tells who holds what is there and whole."""
+        """Whether the partition file exists and is intact."""
         path = self.path / "partition.safetensors"
         return path.exists() and checksums.is_whole(self.path, path.name)
 
     def write_environment(self, environment: Mapping[str, Any], federation: Federation | None) -> None:
-        """On what it runs, and who holds what, in rows of the source's file: client k has rows[ends[k-1]:ends[k]];
-        those held out for validation, and for the test where they come from the same file (empty where there are none).
-        None: who holds what is not known here.
+        """Write the environment and the partition. The partition lists rows of the source file: client k has
+        rows[ends[k-1]:ends[k]]. It also lists the rows held out for validation, and for the test if they come from the
+        same file (empty if there are none). If `federation` is None, the partition is not known here.
         """
         split = {} if federation is None else {"partition.safetensors": _partition(federation)}
         checksums.write(self.path, {**split, "environment.json": _json(environment)})
 
     def is_partition(self, federation: Federation) -> bool:
-        """Whether the file that tells who holds what tells of this federation."""
+        """Whether the partition file matches this federation."""
         with durable.storage_errors("read", self.path):
             return (self.path / "partition.safetensors").read_bytes() == _partition(federation)
 
     def states(self, num_clients: int) -> StateFiles:
-        """Where the states of a new run's clients are kept."""
+        """The storage for the client states of a new run."""
         return StateFiles(self._states, num_clients)
 
     def append(self, record: Mapping[str, Any], seconds: Mapping[str, float]) -> None:
@@ -200,10 +200,10 @@ class RunFolder:
         return _read_lines(self.path / "times.jsonl")
 
     def cut_after(self, round: int) -> None:
-        """Drop what came after the newest good checkpoint: damaged ones, and all lines beyond those it vouches for."""
+        """Remove everything after the newest good checkpoint: damaged checkpoints, and lines that it does not cover."""
         for newer in [path for path in self._checkpoints() if _round_of(path) > round]:
             durable.remove(newer)
-        self._remove_old()  # a kill between a save and this would leave them, where it was the last
+        self._remove_old()  # a kill right after the last save would leave them
         size = self._manifest(self._checkpoint(round))["metrics"]["bytes"] if round else 0
         self._lines, self._line_bytes = hashlib.sha256(), 0
         for name in LINES:
@@ -235,21 +235,24 @@ class RunFolder:
         self._remove_old()
 
     def _remove_old(self) -> None:
-        """Keep the last checkpoints, and the client states that they need."""
+        """Keep only the last checkpoints and the client states that they need."""
         for old in self._checkpoints()[:-KEPT]:
             durable.remove(old)
         self._remove_unused_states()
 
     def _remove_unused_states(self) -> None:
-        """Of the files with client states keep those that a checkpoint needs."""
+        """Remove the client state files that no checkpoint needs."""
         if self._states.path.exists():
             indices = [path / "clients.safetensors" for path in self._checkpoints()]
-            with durable.storage_errors("read", self.path), suppress(StorageError):  # then it is not known which
+            with (
+                durable.storage_errors("read", self.path),
+                suppress(StorageError),
+            ):  # then it is unknown which are in use
                 used = [files_in_use(index.read_bytes()) for index in indices if index.exists()]
                 self._states.keep_only(set().union(*used))
 
     def latest(self) -> tuple[RunState | None, list[str]]:
-        """The newest checkpoint that is whole, and what was wrong with newer ones."""
+        """The newest intact checkpoint, and what is wrong with the newer ones."""
         wrong: list[str] = []
         for path in reversed(self._checkpoints()):
             try:
@@ -257,7 +260,7 @@ class RunFolder:
             except StorageError as error:
                 wrong.append(str(error))
         if wrong:
-            raise StorageError(f"no checkpoint of '{self.path}' is whole: {wrong[0]}")
+            raise StorageError(f"'{self.path}' has no intact checkpoint: {wrong[0]}")
         return None, wrong
 
     def _load(self, path: Path) -> RunState:
@@ -267,11 +270,11 @@ class RunFolder:
             with durable.storage_errors("read", path / name):
                 data[name] = (path / name).read_bytes()
             if _digest(data[name]) != digest:
-                raise StorageError(f"'{path / name}' is damaged: its SHA-256 is not that of the manifest")
+                raise StorageError(f"'{path / name}' is damaged: its SHA-256 does not match the manifest")
         with durable.storage_errors("read", self.path / "metrics.jsonl"):
             lines = (self.path / "metrics.jsonl").read_bytes()
         if not _is_prefix(lines, manifest["metrics"]):
-            raise StorageError(f"'{self.path / 'metrics.jsonl'}' is damaged: it does not begin as '{path}' says")
+            raise StorageError(f"'{self.path / 'metrics.jsonl'}' is damaged: its beginning does not match '{path}'")
         try:
             server = tree.from_bytes(data["server.safetensors"])
             index = tree.from_bytes(data["clients.safetensors"]) if "clients.safetensors" in data else None
@@ -282,12 +285,12 @@ class RunFolder:
         try:
             return RunState(manifest["round"], server, StateFiles.from_index(self._states, index))
         except StorageError as error:
-            raise StorageError(f"'{path}' is not whole: {error}") from error
+            raise StorageError(f"'{path}' is not intact: {error}") from error
 
     def _manifest(self, path: Path) -> dict[str, Any]:
-        """The manifest, once it says what one of this checkpoint must say."""
+        """Read and check the manifest of this checkpoint."""
         manifest = _read_json(path / "manifest.json")
-        described = read_toml(self.path / "experiment.toml")  # unparsed: a later redgrape may know more keys
+        described = read_toml(self.path / "experiment.toml")  # not parsed: a later redgrape may know more keys
         if isinstance(manifest, dict) and isinstance(version := manifest.get("format"), int) and version > FORMAT:
             raise StorageError(f"'{path}' has format {version}, newer than this redgrape reads ({FORMAT})")
         if isinstance(manifest, dict) and manifest.get("format") in range(OLDEST):
@@ -311,12 +314,12 @@ class RunFolder:
         if not whole:
             raise StorageError(f"'{path / 'manifest.json'}' is damaged")
         if not same:
-            raise StorageError(f"'{path}' is of another experiment than experiment.toml describes{_changes(path)}")
+            raise StorageError(f"'{path}' belongs to another experiment than experiment.toml{_changes(path)}")
         checked: dict[str, Any] = manifest
         return checked
 
     def newest_round(self) -> int:
-        """The round of the newest checkpoint, whole or not."""
+        """The round of the newest checkpoint, intact or not."""
         return max(map(_round_of, self._checkpoints()), default=0)
 
     def _checkpoint(self, round: int) -> Path:
@@ -326,25 +329,25 @@ class RunFolder:
         return sorted((self.path / "checkpoints").glob("round-[0-9]*"), key=_round_of)
 
     def sweep(self) -> None:
-        """Remove what a crash in the middle of a save left behind."""
+        """Remove leftovers of a save that crashed."""
         for leftover in [*self.path.glob(".*.tmp"), *(self.path / "checkpoints").glob(".*.tmp")]:
             durable.remove(leftover)
         self._remove_unused_states()
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
-        """The end of a run: its lines are listed now, since they will not change any more."""
+        """Write the summary. The .jsonl files are final now, so their checksums are listed too."""
         checksums.add(self.path, LINES)
         checksums.write(self.path, {"summary.json": _json(summary)})
 
     def summary(self) -> dict[str, Any] | None:
         path = self.path / "summary.json"
         if not checksums.is_whole(self.path, path.name):
-            raise StorageError(f"'{path}' is damaged; `redgrape resume {self.path}` writes it anew")
+            raise StorageError(f"'{path}' is damaged; write it again with `redgrape resume {self.path}`")
         return _read_json(path) if path.exists() else None
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """{"method.lr": "method.lr was 0.1 and is 0.2"}, for every key that differs."""
+    """Every key that differs, as {"method.lr": "method.lr was 0.1 and is 0.2"}."""
     found: dict[str, str] = {}
     for key in [*before, *[key for key in now if key not in before]]:
         old, new = before.get(key, "missing"), now.get(key, "missing")
@@ -356,7 +359,7 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str =
 
 
 def _changes(checkpoint: Path) -> str:
-    """What differs between the experiment of a checkpoint and that of its run, where the former is known."""
+    """The differences between the experiments of a checkpoint and its run, if the checkpoint has a copy."""
     copy = checkpoint / COPY
     if not copy.exists():
         return ""
@@ -365,7 +368,7 @@ def _changes(checkpoint: Path) -> str:
 
 
 def try_lock(fd: int) -> bool:
-    """Whether this process has the lock of an open file now."""
+    """Try to lock an open file. Return whether this process now holds the lock."""
     try:
         import fcntl
     except ImportError:  # Windows
@@ -389,7 +392,7 @@ def _round_of(checkpoint: Path) -> int:
 
 
 def _is_leftover(path: Path) -> bool:
-    """Whether it is what a crash in the middle of a write left behind."""
+    """Whether the path is a leftover of a write that crashed."""
     return (path.name.startswith(".") and path.name.endswith(".tmp")) or path.name == checksums.NAME
 
 
@@ -434,11 +437,11 @@ def _whole_lines(path: Path) -> list[bytes]:
     if not path.exists():
         return []
     with durable.storage_errors("read", path):
-        return path.read_bytes().split(b"\n")[:-1]  # what follows the last line break is a line cut short
+        return path.read_bytes().split(b"\n")[:-1]  # text after the last line break is an incomplete line
 
 
 def _times_up_to(round: int, data: bytes) -> bytes:
-    """The lines of these first rounds, one for each; damaged ones are left out."""
+    """The lines up to this round, one per round. Damaged lines are left out."""
     kept: dict[int, bytes] = {}
     for line in data.split(b"\n")[:-1]:
         with suppress(ValueError, TypeError, KeyError, RecursionError):

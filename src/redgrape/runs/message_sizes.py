@@ -1,4 +1,4 @@
-"""What a method sends in a round, found by running one on made-up data."""
+"""Message sizes of a method, measured by running one round on synthetic data."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ LARGEST_TRY = 1 << 28  # numbers: 1 GB of float32
 
 @dataclass(frozen=True)
 class Payload:
-    """Bytes that one client receives and sends in a round, for a client that holds every class; what it keeps; whether
-    it is asked something before the first round; whether it names its classes; what the method adds to a record."""
+    """Bytes that a client with every class receives and sends in a round, and bytes of state that it keeps. Also:
+    whether it answers a survey before the first round, whether it names its classes, and the record keys of
+    the method."""
 
     down: int
     up: int
@@ -33,9 +34,9 @@ class Payload:
 
 
 def payload(method: Method, net: str, shape: tuple[int, ...], num_classes: int) -> Payload:
-    """Of a round of one client with two examples of every class."""
+    """Measure a round with one client that has two examples of every class."""
     if 2 * num_classes * math.prod(shape) > LARGEST_TRY:
-        raise ConfigError(f"{num_classes} classes of {'x'.join(map(str, shape))} inputs are too many numbers to try")
+        raise ConfigError(f"{num_classes} classes of {'x'.join(map(str, shape))} inputs are too large to try")
     labels = torch.arange(num_classes).repeat(2)
     examples = Examples(torch.rand(len(labels), *shape, generator=torch.Generator().manual_seed(0)), labels)
     federation = Federation([examples], examples, num_classes, auxiliary=examples)

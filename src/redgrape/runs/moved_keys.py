@@ -1,4 +1,4 @@
-"""Keys of experiments that have moved or are gone since 0.1: what to write instead."""
+"""Experiment keys that were moved or removed since 0.1, and their replacements."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ GONE = {"prototype_message": "table", "prototype_rank": "none", "prototype_preci
 
 
 def check(values: Mapping[str, Any]) -> None:
-    """Raise ConfigError, in one line, at the first key of [method] that has moved."""
+    """Raise ConfigError for the first key of [method] that was moved or removed."""
     method = values.get("method")
     if not isinstance(method, Mapping) or str(method.get("name", "")).endswith(".py"):
         return
@@ -35,6 +35,6 @@ def check(values: Mapping[str, Any]) -> None:
         if key in EXCHANGE:
             raise ConfigError(f"method.{key} has moved: write exchange.{EXCHANGE[key]}")
         if key in GONE:
-            raise ConfigError(f"method.{key} is gone: leave it out")
+            raise ConfigError(f"method.{key} was removed: leave it out")
         if new := RENAMED.get(str(method.get("name")), {}).get(str(key)):
-            raise ConfigError(f"method.{key} has another name: write method.{new}")
+            raise ConfigError(f"method.{key} was renamed: write method.{new}")

@@ -1,4 +1,4 @@
-"""Runs: an experiment carried out in its folder, from the beginning or from where it was left."""
+"""Run an experiment in its folder, from the beginning or from the last checkpoint."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ from redgrape.runs.folder import RunFolder
 from redgrape.training import RunState, Step, Training, exchanged
 from redgrape.tree import Tensors, Tree
 
-LAST = 10  # a run's result is the mean over this many last evaluations, as in the paper
+LAST = 10  # the result of a run is the mean of this many last evaluations, as in the paper
 DECIDING = ("redgrape", "torch", "numpy", "platform", "machine", "cpu", "device", "stack")  # what could change bits
-REMEDY = "put back what was, name another folder with --out, or run it again with --overwrite"
+REMEDY = "restore the original, choose another folder with --out, or run it again with --overwrite"
 FIGURES = ("accuracy", "balanced", "head", "middle", "tail")
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """What a run is carried out with: its data, what it records of them and of the machine, and what makes an engine
-    of another kind than those of this machine."""
+    """What a run needs: its data, the environment to record, and a factory for its engine. The factory is None for the
+    engines of this machine."""
 
     federation: FederatedData
     environment: dict[str, Any]
@@ -50,17 +50,18 @@ class Prepared:
 
 @dataclass(frozen=True)
 class Venue:
-    """Where a run takes place: all that differs between clients of this machine and others. `prepare` gets what the run
-    began on, None at its beginning. `tell_lost` gets a round's record, and the notes of the run."""
+    """Where a run takes place: everything that differs between clients on this machine and elsewhere. `prepare` gets
+    the environment in which the run began, or None for a new run. `tell_lost` gets the record of a round, and the notes
+    of the run."""
 
     prepare: Callable[[Experiment, Mapping[str, Any] | None], Prepared]
     client_name: Callable[[int], str]
     tell_lost: Callable[[Mapping[str, Any], list[str]], None]
-    knows_partition: bool  # whether it is known which client holds what
+    knows_partition: bool  # whether the partition is known here
 
 
 class Run:
-    """One run in its folder. `steps()` carries it out; what was done before is not done again.
+    """One run in its folder. `steps()` executes the rounds that are not done yet.
 
     for step in Run(RunFolder.open(path), workers=2).steps():
         ...
@@ -79,7 +80,7 @@ class Run:
         rounds: int | None = None,
         venue: Venue | None = None,
     ) -> None:
-        """`rounds`: let the run go on to this many. `venue`: None for this machine."""
+        """`rounds`: extend the run to this many rounds. `venue`: None for this machine."""
         self.folder = folder
         self.experiment = folder.experiment() if rounds is None else folder.experiment().with_rounds(rounds)
         self._is_extended = rounds is not None
@@ -87,18 +88,18 @@ class Run:
         self.workers, self.device, self.allow_changes = workers, device, allow_changes
         self.deadline, self.stack = deadline, stack
         self.venue = this_machine(device, stack, data_root) if venue is None else venue
-        self.notes: list[str] = []  # what a person should know, such as a damaged checkpoint that was passed over
+        self.notes: list[str] = []  # for the user, such as a skipped damaged checkpoint
 
     def steps(self) -> Iterator[Step]:
-        """The rounds that are still to be done, each committed before it is yielded."""
+        """Execute the remaining rounds. Each is committed before it is yielded."""
         with self.folder.locked():
             self.folder.check_experiment(may_differ=["rounds"] if self._is_extended else [])
             state, wrong = self.folder.latest()
             before = self._environment_before(state)
             self._check_files(before)
             if not self.folder.has_whole_times():
-                self.notes.append("times.jsonl is damaged, which changes no result")
-            self.notes += [f"{reason}; going on from round {state.round if state else 0}" for reason in wrong]
+                self.notes.append("times.jsonl is damaged; this changes no result")
+            self.notes += [f"{reason}; continuing from round {state.round if state else 0}" for reason in wrong]
             confusion = self._known_confusion(state) if before is not None else None
             if confusion is not None:
                 self._put_in_order(state)
@@ -117,8 +118,8 @@ class Run:
                     states = self.folder.states(federation.num_clients)
                     if self.stack > 1:
                         self.notes.append(
-                            f"up to {self.stack} clients of equal size were trained as one: figures agree with those "
-                            "of single ones to rounding"
+                            f"up to {self.stack} clients of equal size were trained as one: the figures agree with "
+                            "separate training up to rounding"
                         )
                     account = partial(self._account, training)
                     for step in training.steps(state, model, states, self.folder.path, account):
@@ -136,37 +137,36 @@ class Run:
             self.folder.write_summary(summarize(self.folder, self.experiment, state, confusion))
 
     def _put_in_order(self, state: RunState | None) -> None:
-        """Make the folder one that can be gone on with. What would be refused has been by now: nothing is written, and
-        nothing removed, before."""
+        """Prepare the folder so that the run can continue. Checks come first: nothing is written or removed before."""
         self.folder.sweep()
         if self._is_extended:
             self.folder.write_experiment(self.experiment)
         self.folder.cut_after(state.round if state else 0)
 
     def _refused_throughout(self) -> list[str]:
-        """The clients none of whose answers counted, though they gave some, in the whole run."""
+        """Notes on clients that answered, but had every answer rejected, in the whole run."""
         records = self.folder.metrics()
         counted = {str(k) for record in records for k in record["answered"]}
         last = {k: (record["round"], reason) for record in records for k, reason in record["rejected"].items()}
         return [
-            f"{self.venue.client_name(int(k))} was refused in every round that it answered (in round {round}: "
-            f"{reason}); metrics.jsonl tells of every such round, under 'rejected'"
+            f"{self.venue.client_name(int(k))} was rejected in every round that it answered (in round {round}: "
+            f"{reason}); metrics.jsonl lists every such round under 'rejected'"
             for k, (round, reason) in sorted(last.items(), key=lambda item: int(item[0]))
             if k not in counted
         ]
 
     def _check_files(self, before: Mapping[str, Any] | None) -> None:
-        """Raise ConfigError where the method's own file is not what it was when the run began."""
+        """Raise ConfigError if the file of the method has changed since the run began."""
         known = (before or {}).get("files", {})
         for name, digest in _digests(self.experiment.method.name).items():
             if known.get(name, digest) != digest:
                 raise ConfigError(
-                    f"'{name}' has changed since '{self.folder.path}' began; start a new run with --out, or put "
-                    "the old file back"
+                    f"'{name}' has changed since '{self.folder.path}' began; start a new run with --out, or "
+                    "restore the old file"
                 )
 
     def _account(self, training: Training, state: RunState) -> dict[str, Any]:
-        """Write down what a round with noise spends, before anybody gets what it made."""
+        """Record the privacy budget that a round with noise spends, before its result is released."""
         exchange = training.exchange
         if mechanisms := exchange.mechanisms(training.parts, training.federation.num_classes):
             clients = [k for k in state.record["answered"] if k not in state.record.get("left_out", [])]
@@ -206,7 +206,7 @@ class Run:
     def _checked_environment(
         self, prepared: Prepared, partition: Federation | None, before: Mapping[str, Any] | None, state: RunState | None
     ) -> dict[str, Any] | None:
-        """The environment to be written, None where the old one stands; raises where the run cannot go on here."""
+        """The environment to write, or None to keep the old one. Raise an error if the run cannot continue here."""
         here = prepared.environment | {"told": told(self.experiment, prepared.federation)}
         history = list((before or {}).get("changes", []))
         if before is None:
@@ -214,47 +214,47 @@ class Run:
                 return here
             if partition is not None and self.folder.has_partition() and not self.folder.is_partition(partition):
                 raise DataError(
-                    f"the data of '{self.folder.path}' has changed since it began: the split is not that of "
-                    "partition.safetensors; put the old data back or start a new run"
+                    f"the data of '{self.folder.path}' has changed since it began: the split differs from "
+                    "partition.safetensors; restore the old data or start a new run"
                 )
             return here | {"changes": [{"after_round": state.round, "environment.json": ["lost", "written anew"]}]}
         for name in ("split", "data"):
             if before.get(name, here[name]) != here[name]:
                 raise DataError(
                     f"the data of '{self.folder.path}' has changed since it began: the {name} was "
-                    f"{before[name][:12]} and is {here[name][:12]}; put the old data back or start a new run"
+                    f"{before[name][:12]} and is {here[name][:12]}; restore the old data or start a new run"
                 )
         changed = [name for name in DECIDING if before.get(name, here[name]) != here[name]]
-        if changed and state is not None:  # before the first checkpoint nothing depends on it
+        if changed and state is not None:  # before the first checkpoint, nothing depends on it
             words = ", ".join(f"{name} {before[name]} and is {name} {here[name]} now" for name in changed)
             if not self.allow_changes:
                 raise ConfigError(
-                    f"'{self.folder.path}' began with {words}, so that its bits may differ; go on where it began, or "
-                    "accept that with --allow-changes"
+                    f"'{self.folder.path}' began with {words}, so its bits may differ; continue where it began, or "
+                    "accept this with --allow-changes"
                 )
             self.notes.append(f"the run began with {words}: bits may differ")
             history += [{"after_round": state.round, **{name: [before[name], here[name]] for name in changed}}]
         if not self._has_partition():
-            self.notes.append("partition.safetensors was damaged or missing and is written anew")
+            self.notes.append("partition.safetensors was damaged or missing and is written again")
         elif not changed:
             return None
         return here | ({"changes": history} if history else {})
 
     def _environment_before(self, state: RunState | None) -> dict[str, Any] | None:
-        """What the run began on; None at its beginning."""
+        """The environment in which the run began. None for a new run."""
         if state is None and not (self.folder.path / "environment.json").exists():
             return None
         try:
             return self.folder.environment()
         except StorageError as error:
             if not self.allow_changes:
-                raise StorageError(f"{error}; --allow-changes goes on without what it said") from error
-            self.notes.append(f"{error}; it is written anew, without what it said")
+                raise StorageError(f"{error}; use --allow-changes to continue without it") from error
+            self.notes.append(f"{error}; it is written again, without its old content")
             return None
 
     def _known_confusion(self, state: RunState | None) -> list[list[int]] | None:
-        """The final model's confusion matrix, where the run is finished and its summary has it. It is in the summary
-        alone: in every round's line it would swell the metrics."""
+        """The confusion matrix of the final model, if the run is finished and its summary has it. Only the summary
+        stores it: in every line, it would bloat the metrics."""
         if state is None or state.round < self.experiment.rounds or not self._has_partition():
             return None
         try:
@@ -262,7 +262,7 @@ class Run:
             confusion: list[list[int]] | None = summary.get("confusion")
             return confusion if summary.get("state") == digest_of_state(state) else None
         except (StorageError, AttributeError):
-            self.notes.append("summary.json is damaged and is written anew")
+            self.notes.append("summary.json is damaged and is written again")
             return None
 
 
@@ -274,20 +274,20 @@ def run(
     device: str = "cpu",
     data_root: Path | None = None,
 ) -> RunFolder:
-    """Carry an experiment out in a folder of its own, and return that: `.summary()` has the result, `.metrics()` a
-    record for each round. A run that is there already, of the same experiment, goes on where it was left."""
+    """Run an experiment in its own folder and return the folder. `.summary()` has the result, `.metrics()` a record per
+    round. If the folder already holds a run of the same experiment, that run continues."""
     described = experiment if isinstance(experiment, Experiment) else Experiment.parse(experiment)
     path = Path(folder)
     there = RunFolder.open(path) if (path / "experiment.toml").exists() else RunFolder.create(path, described)
     if there.experiment() != described:
-        raise ConfigError(f"'{path}' holds another experiment; name another folder")
+        raise ConfigError(f"'{path}' holds another experiment; choose another folder")
     for _ in Run(there, workers=workers, device=device, data_root=data_root).steps():
         pass
     return there
 
 
 def this_machine(device: str, stack: int, data_root: Path | None) -> Venue:
-    """Clients of this machine, whose data are prepared here."""
+    """Clients on this machine. Their data is prepared here."""
 
     def prepared(experiment: Experiment, before: Mapping[str, Any] | None) -> Prepared:
         federation = prepare(experiment.data, experiment.seed, data_root)
@@ -295,19 +295,19 @@ def this_machine(device: str, stack: int, data_root: Path | None) -> Venue:
         return Prepared(federation, machine(device) | about(federation) | {"files": files, "stack": stack})
 
     def tell_lost(record: Mapping[str, Any], notes: list[str]) -> None:
-        """Once for each client; metrics.jsonl names every round."""
+        """Add one note per client. metrics.jsonl lists every round."""
         for client, reason in record["lost"].items():
             if not any(note.startswith(f"client {client} failed") for note in notes):
                 notes.append(
                     f"client {client} failed three times in round {record['round']} and was left out of it ({reason}); "
-                    "metrics.jsonl tells of every such round, under 'lost'"
+                    "metrics.jsonl lists every such round under 'lost'"
                 )
 
     return Venue(prepared, lambda client: f"client {client}", tell_lost, knows_partition=True)
 
 
 def site_of(experiment: Experiment, federation: FederatedData) -> Site:
-    """The place before the first round, where it is told what an experiment exchanges."""
+    """The site before the first round, used to find out what an experiment exchanges."""
     place = (experiment.builder(federation), federation.num_clients, federation.num_classes)
     return Site(*place, experiment.seed, 0, experiment.rounds, torch.device("cpu"))
 
@@ -320,17 +320,17 @@ def told(experiment: Experiment, federation: FederatedData) -> dict[str, Any]:
 
 
 def check_model(state: RunState, model: Tensors, folder: RunFolder) -> None:
-    """Raise StorageError where a checkpoint, which may be a stranger's, holds another model than this one."""
+    """Raise StorageError if a checkpoint, which may be untrusted, holds another model."""
     stored = state.server.get("model")
     found = {name: t.shape for name, t in tree.flatten(stored).items()} if isinstance(stored, Mapping) else {}
     if found != {name: t.shape for name, t in model.items()}:
         raise StorageError(
-            f"the checkpoint of round {state.round} in '{folder.path}' is of another model than the experiment's"
+            f"the checkpoint of round {state.round} in '{folder.path}' holds another model than the experiment"
         )
 
 
 def file_digests(experiment: Experiment) -> dict[str, str]:
-    """SHA-256 of the file of one's own method, and of that with the first weights: the description has their names."""
+    """SHA-256 of the user's method file and initial weights file. The description has only their names."""
     return _digests(experiment.method.name, experiment.net.weights)
 
 
@@ -343,7 +343,7 @@ def _digests(method: str, weights: str | None = None) -> dict[str, str]:
 
 
 class Present:
-    """What a run would record of data, files and machine if it began now. Data is read once for each split."""
+    """The data, files and machine that a run would record if it began now. Data is read once per split."""
 
     def __init__(self, device: str, stack: int, data_root: Path | None, *, allow_changes: bool = False) -> None:
         self._machine = machine(device) | {"stack": stack}
@@ -351,8 +351,8 @@ class Present:
         self._splits: dict[str, dict[str, str]] = {}
 
     def changes(self, experiment: Experiment, environment: Mapping[str, Any], *, is_record: bool = False) -> list[str]:
-        """`the split was 0a1b and is 2c3d`, for all that a run of this experiment has otherwise than one of now would
-        have. Of a record the machine is not asked: its figures are published, and a table tells where it was made."""
+        """Every difference between this run and one that began now, as `the split was 0a1b and is 2c3d`. For a record,
+        the machine is not compared: its figures are published, and a table says where it was made."""
         before = {**environment, **_as_files(environment.get("files", {}))}
         now = {**self._split(experiment), **_as_files(file_digests(experiment))}
         if not is_record and not self._allow_changes:
@@ -367,7 +367,7 @@ class Present:
         key = f"{experiment.seed} {experiment.data.model_dump_json()}"
         if key not in self._splits:
             federation = prepare(experiment.data, experiment.seed, self._data_root)
-            public = experiment.data.source in DATASETS  # its files are checked: the split tells all
+            public = experiment.data.source in DATASETS  # its files are verified, so the split is enough
             told = {} if public else {"data": contents(federation)}
             self._splits[key] = {"split": federation.fingerprint(), **told}
         return self._splits[key]
@@ -378,7 +378,7 @@ def _as_files(digests: Mapping[str, str]) -> dict[str, str]:
 
 
 def machine(device: str) -> dict[str, Any]:
-    """What could change bits, or explain a difference."""
+    """Everything that could change bits or explain a difference."""
     return {
         "redgrape": redgrape.__version__,
         "python": platform.python_version(),
@@ -386,13 +386,13 @@ def machine(device: str) -> dict[str, Any]:
         "numpy": np.__version__,
         "platform": sys.platform,
         "machine": platform.machine(),
-        "cpu": torch.backends.cpu.get_cpu_capability(),  # the widest instructions that torch uses
+        "cpu": torch.backends.cpu.get_cpu_capability(),  # the widest instruction set that torch uses
         "device": device,
     }
 
 
 def about(federation: Federation) -> dict[str, Any]:
-    """What a reader of the run must know of the data."""
+    """Facts about the data that a reader of the run needs."""
     train = federation.train
     return {
         "split": federation.fingerprint(),
@@ -409,7 +409,7 @@ def about(federation: Federation) -> dict[str, Any]:
 
 
 def input_of(shape: tuple[int, ...], pixels: Pixels | None) -> dict[str, Any]:
-    """How inputs look before a net sees them."""
+    """The format of raw inputs."""
     return {
         "shape": list(shape),
         "dtype": "float" if pixels is None else "uint8",
@@ -423,9 +423,9 @@ def groups_of(federation: FederatedData) -> dict[str, Any]:
 
 
 def contents(federation: Federation) -> str:
-    """SHA-256 over what the split's rows hold, the clients' and those for evaluation."""
+    """SHA-256 of the examples in the split: those of the clients, and those for evaluation."""
     digest = hashlib.sha256()
-    clients = federation.train.take(np.concatenate(federation.parts))  # one after another
+    clients = federation.train.take(np.concatenate(federation.parts))  # client after client
     for examples in (clients, federation.test, federation.validation, federation.auxiliary):
         if examples is not None:
             digest.update(examples.labels.numpy().astype("<i8").tobytes())
@@ -437,7 +437,7 @@ def contents(federation: Federation) -> str:
 
 
 def summarize(folder: RunFolder, experiment: Experiment, state: RunState, confusion: list[list[int]]) -> dict[str, Any]:
-    """The run's result: means over the last evaluations, and what explains the final model's mistakes."""
+    """The result of a run: means over the last evaluations, and details on the mistakes of the final model."""
     evaluated = [record for record in folder.metrics() if "test" in record][-LAST:]
     tests = [record["test"] for record in evaluated]
     return {
@@ -459,7 +459,7 @@ def summarize(folder: RunFolder, experiment: Experiment, state: RunState, confus
 
 
 def classifier_norms(server: Tree) -> dict[str, list[float]]:
-    """The norm of each class's weights in the deployed classifier (`model`), and in those that serve training only."""
+    """The weight norm of each class in the deployed classifier (`model`), and in classifiers used only for training."""
     deployed = server["model"]["classifier.weight"]
     classifiers = {"model": deployed}
     for name, group in server.items():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -100,13 +100,16 @@ def run(
     """The states after each round."""
     case = case or Case()
     with engine(client_half(method, case)) as running:
-        made = rounds(
-            method,
-            running,
-            server_site(case),
-            eligible=case.eligible,
-            clients_per_round=case.clients_per_round,
-            exchange=case.exchange,
-            start=start,
-        )
-        return list(made)
+        return list(driven(method, case, running, start))
+
+
+def driven(method: Method, case: Case, engine: Engine, start: RunState | None = None) -> Iterator[RunState]:
+    return rounds(
+        method,
+        engine,
+        server_site(case),
+        eligible=case.eligible,
+        clients_per_round=case.clients_per_round,
+        exchange=case.exchange,
+        start=start,
+    )

@@ -10,18 +10,17 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from redgrape import nets, tree
-from redgrape.determinism import same_bits_everywhere
 from redgrape.engines.in_process import InProcess
 from redgrape.engines.pool import Pool
 from redgrape.exchange import Exchange
-from redgrape.method import ClientId, Method
+from redgrape.method import Method
 from redgrape.nets.net import Net
 from redgrape.testing.cases import (
     CLASSES,
@@ -30,14 +29,15 @@ from redgrape.testing.cases import (
     Case,
     batchnorm_net,
     client_half,
+    driven,
     float64_net,
     named_net,
     run,
     server_site,
     small,
 )
-from redgrape.testing.engines import SPOILERS, Dropping, Reversed, Spoiling, Summing, kind
-from redgrape.training import PLAIN, InMemory, RunState, exchanged, first_state, sample_clients, survey_like
+from redgrape.testing.engines import SPOILERS, Dropping, Passed, Reversed, Spoiling, Summing, Watched, kind
+from redgrape.training import PLAIN, InMemory, RunState, exchanged, first_state, survey_like
 from redgrape.tree import Tensors, Tree
 
 CHECKS: dict[str, Callable[..., None]] = {}
@@ -355,33 +355,21 @@ def a_survey_of_nothing_is_zero(method: Method) -> None:
 
 
 def crossing(method: Method, case: Case | None = None) -> Iterator[Passed]:
-    """A run taken apart: every tree as soon as the method has made it, before anything checks it."""
+    """A run taken apart: every tree that the method has made, in order; also those of a round that fails."""
     case = case or Case()
-    half, site = client_half(method, case), server_site(case)
-    server = first_state(method, InProcess(half), site, case.eligible).server
-    yield Passed("server", "the server's first state", server)
-    kept: dict[ClientId, Tree] = {}
-    for t in range(1, case.rounds + 1):
-        here = replace(site, round=t)
-        broadcast = method.broadcast(server)
-        yield Passed("broadcast", f"the broadcast of round {t}", broadcast)
-        updates: dict[ClientId, Tree] = {}
-        for k in sample_clients(case.eligible, case.clients_per_round, SEED, t):
-            updates[k], kept[k], _ = half.run(k, broadcast, kept.get(k), t)
-            yield Passed("update", f"client {k}'s update of round {t}", updates[k])
-            yield Passed("state", f"client {k}'s state after round {t}", kept[k])
-        with same_bits_everywhere():
-            received = case.exchange.receive(updates, method.parts(broadcast["model"], here), here)
-            server = method.server_update(server, received, here)
-        yield Passed("server", f"the server's state after round {t}", server)
-
-
-class Passed(NamedTuple):
-    """A tree on its way from one half of a method to the other."""
-
-    kind: Literal["server", "broadcast", "update", "state"]
-    what: str
-    tree: Tree
+    with Watched(client_half(method, case)) as engine:
+        first = first_state(method, engine, server_site(case), case.eligible)
+        yield Passed("server", "the server's first state", first.server)
+        states = driven(method, case, engine, first)
+        while True:
+            try:
+                state = next(states)
+            except StopIteration:
+                return
+            finally:
+                passed, engine.passed = engine.passed, []
+                yield from passed
+            yield Passed("server", f"the server's state after round {state.round}", state.server)
 
 
 def _attributes(method: Method) -> dict[str, Any]:

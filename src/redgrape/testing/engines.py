@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -83,11 +83,37 @@ class Summing(InProcess):
         self, broadcast: Tree, clients: Sequence[ClientId], states: Mapping[ClientId, Tree], round: int
     ) -> Answers:
         answers = {k: self._half.run(k, broadcast, states.get(k), round) for k in clients}
-        total = _sum([self._half.summand(k, broadcast, answer.update, round) for k, answer in answers.items()])
+        total = summed([self._half.summand(k, broadcast, answer.update, round) for k, answer in answers.items()])
         yield None, SumOfAnswers(total, {k: tree.ordered(answer.state) for k, answer in answers.items()}, round)
 
 
-def _sum(summands: Sequence[Tree]) -> Tree:
+class Watched(InProcess):
+    """Notes every tree that crosses, before anything checks it."""
+
+    def __init__(self, half: ClientHalf) -> None:
+        super().__init__(half)
+        self.passed: list[Passed] = []
+
+    def run_clients(
+        self, broadcast: Tree, clients: Sequence[ClientId], states: Mapping[ClientId, Tree], round: int
+    ) -> Answers:
+        self.passed.append(Passed("broadcast", f"the broadcast of round {round}", broadcast))
+        for k in clients:
+            answer = self._half.run(k, broadcast, states.get(k), round)
+            self.passed.append(Passed("update", f"client {k}'s update of round {round}", answer.update))
+            self.passed.append(Passed("state", f"client {k}'s state after round {round}", answer.state))
+            yield k, Answer(tree.ordered(answer.update), tree.ordered(answer.state), round)
+
+
+class Passed(NamedTuple):
+    """A tree on its way from one half of a method to the other."""
+
+    kind: Literal["server", "broadcast", "update", "state"]
+    what: str
+    tree: Tree
+
+
+def summed(summands: Sequence[Tree]) -> Tree:
     """Of trees that must have the same names, shapes and dtypes."""
     total = tree.flatten(summands[0])
     for summand in summands[1:]:

@@ -1,1 +1,1 @@
-"""What the commands do. Each module is imported when one of its commands is called, so that the others start fast."""
+"""The commands. Each module is imported only when one of its commands is called, so the others start fast."""

@@ -1,4 +1,4 @@
-"""data show, data fetch."""
+"""The commands data show and data fetch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from redgrape.reading.terminal import cell, printable
 
 
 def show(options: argparse.Namespace) -> None:
-    """Who holds what: printed, and drawn as a heat map."""
+    """Print the examples of each client, and draw them as a heat map."""
     from rich.console import Console
 
     from redgrape.data.prepare import prepare
@@ -21,7 +21,7 @@ def show(options: argparse.Namespace) -> None:
     from redgrape.runs.experiment import Experiment
 
     values = described(options)
-    values.pop("method", None)  # it decides nothing here, and may be a file of code
+    values.pop("method", None)  # not needed here, and it may be a code file
     experiment = Experiment.parse(values)
     federation = prepare(experiment.data, experiment.seed, options.data_root)
     if options.json:
@@ -40,7 +40,7 @@ def show(options: argparse.Namespace) -> None:
     training = federation.class_counts.tolist()
     for note in notes(federation.class_names, federation.counts("test"), training):
         Console().print(cell(f"note: {note}"))
-    print(f"who holds what: {printable(options.out)}")
+    print(f"examples of each client: {printable(options.out)}")
 
 
 def fetch(options: argparse.Namespace) -> None:

@@ -1,4 +1,4 @@
-"""deploy init, server, site, run, status, renew."""
+"""The commands deploy init, server, site, run, status and renew."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _say(words: str) -> None:
 
 
 def init(options: argparse.Namespace) -> None:
-    """The folder of a deployment."""
+    """Create the folder of a deployment."""
     require_flower()
     from redgrape.deploy.setup.create import create
 
@@ -35,8 +35,8 @@ def init(options: argparse.Namespace) -> None:
         print(f"  give to site {printable(name)}: {printable(options.folder / 'sites' / name)}")
     if len(described.sites) < 5:
         print(
-            f"note: a class is released where {described.min_clients} sites report it, and there are "
-            f"{len(described.sites)}: few classes may be (--min-clients)"
+            f"note: a class is released only if {described.min_clients} sites report it; with "
+            f"{len(described.sites)} sites, few classes may be released (--min-clients)"
         )
     print(f"next: redgrape deploy server {printable(options.folder)}")
 
@@ -69,14 +69,14 @@ def _described(options: argparse.Namespace) -> DeployOptions:
 
 
 def _agreement(options: argparse.Namespace) -> dict[str, object]:
-    """From the flags, or from data that all sites' data is like."""
+    """The data format, from the flags or from sample data."""
     like = options.like or options.test
     if options.classes is not None and options.shape is not None:
         size = {"image_size": options.image_size} if options.image_size else {}
         return {"classes": _classes(options.classes), "shape": options.shape, "input": options.input, **size}
     if like is None:
         raise ConfigError(
-            "tell what the sites' data looks like: --classes a,b,c and --shape 1,28,28, or --like DATA, or --test DATA"
+            "describe the data of the sites: --classes a,b,c and --shape 1,28,28, or --like DATA, or --test DATA"
         )
     import tempfile
 
@@ -94,12 +94,12 @@ def _agreement(options: argparse.Namespace) -> dict[str, object]:
 
 
 def _classes(text: str) -> tuple[str, ...]:
-    """Names with commas between, or a number: 10 is 0,1,...,9."""
+    """Comma-separated names, or a number: 10 means 0,1,...,9."""
     return tuple(map(str, range(int(text)))) if text.isdecimal() else tuple(text.split(","))
 
 
 def server(options: argparse.Namespace) -> None:
-    """The SuperLink, in the foreground."""
+    """Run the SuperLink in the foreground."""
     require_flower()
     from redgrape.deploy.processes.server_role import Server, running
     from redgrape.deploy.setup.folder import Deployment
@@ -107,13 +107,13 @@ def server(options: argparse.Namespace) -> None:
     deployment = Deployment(options.folder)
     with running(Server(deployment, _say)) as this:
         listening = f"{deployment.options.bind}:{deployment.options.port}"
-        kind = "without TLS" if deployment.options.plain else "with TLS, for registered sites alone"
-        print(f"listening on {printable(listening)} {kind}; Ctrl-C ends it", flush=True)
+        kind = "without TLS" if deployment.options.plain else "with TLS, for registered sites only"
+        print(f"listening on {printable(listening)} {kind}; press Ctrl-C to stop", flush=True)
         this.watch()
 
 
 def site(options: argparse.Namespace) -> None:
-    """A site's part, in the foreground."""
+    """Run a site in the foreground."""
     require_flower()
     from redgrape.deploy.processes.site_role import SiteRole
     from redgrape.deploy.setup.folder import SiteFolder
@@ -130,15 +130,15 @@ def site(options: argparse.Namespace) -> None:
         print(f"  {printable(words)}", flush=True)
         few = [name for name, n in held.items() if n < folder.options.min_count]
         if few:
-            print(f"  fewer than {folder.options.min_count} of {printable(', '.join(few))}: these are not reported")
-        print(f"taking part at {printable(folder.options.server)}; Ctrl-C ends it", flush=True)
+            print(f"  fewer than {folder.options.min_count} of {printable(', '.join(few))}: not reported")
+        print(f"taking part at {printable(folder.options.server)}; press Ctrl-C to stop", flush=True)
         role.watch()
     finally:
         role.stop()
 
 
 def run(options: argparse.Namespace) -> None:
-    """A run on the sites."""
+    """Run an experiment on the sites."""
     require_flower()
     from redgrape.cli.commands.training import finish, print_plan, run_name
     from redgrape.cli.progress import Progress
@@ -152,7 +152,7 @@ def run(options: argparse.Namespace) -> None:
 
     deployment = Deployment(options.folder)
     if options.simulate is not None:
-        SimulatedDeployment(options.folder, options.simulate)  # looks whether it can be
+        SimulatedDeployment(options.folder, options.simulate)  # checks that it is possible
     experiment = submission.described(_values(options, deployment.path / "experiment.toml"))
     submission.check(experiment, deployment.options)
     if warning := submission.lone_answers(experiment, deployment.options):
@@ -163,13 +163,13 @@ def run(options: argparse.Namespace) -> None:
         print_plan(path, experiment, options)
         return
     if options.simulate is None and not Link(deployment).is_up():
-        raise RedgrapeError(f"no server answers; start it with `redgrape deploy server {deployment.path}`")
+        raise RedgrapeError(f"the server does not answer; start it with `redgrape deploy server {deployment.path}`")
     if submission.is_active(deployment):
-        raise BusyError("a run is going on already; `redgrape deploy status` tells of it")
+        raise BusyError("a run is already in progress; see `redgrape deploy status`")
     if (path / "experiment.toml").is_file():
         folder = RunFolder.open(path)
         if folder.experiment().hash() != experiment.hash():
-            raise ConfigError(f"'{path}' holds another experiment; give this one another --name")
+            raise ConfigError(f"'{path}' holds another experiment; choose another --name")
     else:
         folder = RunFolder.create(path, experiment)
     label = run_tables.run_label(experiment.method.resolved())
@@ -182,14 +182,14 @@ def run(options: argparse.Namespace) -> None:
             with progress:
                 this.carry_out(progress.step, _say)
         except (ConfigError, DataError):
-            folder.discard()  # what cannot be run leaves nothing behind
+            folder.discard()  # an invalid run leaves nothing behind
             raise
     finish(folder, options)
 
 
 @contextmanager
 def _link(deployment: Deployment, simulated_data: Path | None) -> Iterator[tuple[Deployment, Link]]:
-    """The server's SuperLink, or one that simulates all sites for as long as it is needed."""
+    """The SuperLink of the server, or a temporary one that simulates all sites."""
     from redgrape.deploy.processes.server_role import Server, running
     from redgrape.deploy.processes.simulated import SimulatedDeployment
     from redgrape.deploy.processes.superlink import Link
@@ -205,7 +205,7 @@ def _link(deployment: Deployment, simulated_data: Path | None) -> Iterator[tuple
 
 
 def _values(options: argparse.Namespace, default: Path) -> dict[str, Any]:
-    """The experiment's values. Another method than the deployment's own does not get that one's hyper-parameters."""
+    """The values of the experiment. Hyper-parameters of the deployment's method do not apply to other methods."""
     from redgrape import methods
     from redgrape.cli.commands.training import described
     from redgrape.runs.experiment import read_toml
@@ -220,17 +220,17 @@ def _values(options: argparse.Namespace, default: Path) -> dict[str, Any]:
 
 
 def renew(options: argparse.Namespace) -> None:
-    """A new certificate for the server."""
+    """Give the server a new certificate."""
     require_flower()
     from redgrape.deploy.setup import create
     from redgrape.deploy.setup.folder import Deployment
 
     create.renew(Deployment(options.folder))
-    print("the server has a new certificate; start it again. The sites need nothing new")
+    print("the server has a new certificate; restart it. The sites need no change")
 
 
 def status(options: argparse.Namespace) -> None:
-    """Who is connected, and how the newest run is doing."""
+    """Show the connected sites and the state of the newest run."""
     require_flower()
     from rich.console import Console
     from rich.table import Table
@@ -248,7 +248,7 @@ def status(options: argparse.Namespace) -> None:
     state = submission.journal(deployment)
     newest = {key: state.get(key) for key in ("run", "state", "round", "message")} if state else None
     if newest is not None and newest["state"] == "running" and not submission.is_active(deployment):
-        newest["state"] = "ended without a word"
+        newest["state"] = "ended without a message"
     if options.json:
         print(json.dumps({"server": is_up, "sites": sites, "run": newest}))
         return

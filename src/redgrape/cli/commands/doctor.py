@@ -1,4 +1,4 @@
-"""doctor."""
+"""The command doctor."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from redgrape.reading.terminal import cell
 
 
 def doctor(options: argparse.Namespace) -> None:
-    """What may be wrong with a deployment, and what to do."""
+    """List problems of a deployment and how to fix them."""
     require_flower()
     from rich.console import Console
     from rich.table import Table
@@ -34,4 +34,4 @@ def doctor(options: argparse.Namespace) -> None:
             console.width = 200
         console.print(table)
     if bad := [finding for finding in findings if finding.how == "bad"]:
-        raise ConfigError(f"{len(bad)} of {len(findings)} things are wrong; the first: {bad[0].what}: {bad[0].words}")
+        raise ConfigError(f"{len(bad)} of {len(findings)} checks failed; the first: {bad[0].what}: {bad[0].words}")

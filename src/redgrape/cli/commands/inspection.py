@@ -1,4 +1,4 @@
-"""ls, show, methods."""
+"""The commands ls, show and methods."""
 
 from __future__ import annotations
 
@@ -19,9 +19,11 @@ from redgrape.reading.terminal import cell, lines, printable
 
 
 def ls(options: argparse.Namespace) -> None:
-    """The runs below a folder."""
+    """List the runs below a folder."""
     if not options.folder.is_dir():
-        raise StorageError(f"there is no folder '{options.folder}'; `redgrape run` makes runs, or name another folder")
+        raise StorageError(
+            f"there is no folder '{options.folder}'; create a run with `redgrape run`, or choose another folder"
+        )
     runs = []
     for path in run_tables.find_runs(options.folder):
         try:
@@ -56,12 +58,12 @@ def ls(options: argparse.Namespace) -> None:
         )
     console = Console()
     if not console.is_terminal:
-        console.width = 1000  # a line a run, with its whole path, for grep and the like
+        console.width = 1000  # one line per run with its full path, for tools like grep
     console.print(table)
 
 
 def show(options: argparse.Namespace) -> None:
-    """One run: what it is, how far it is, its result."""
+    """Show one run: its experiment, progress and result."""
     run = run_tables.RunView.read(options.run)
     if options.json:
         tested = {"test_counts": judged.counts_of(run.environment, run.summary)}
@@ -74,7 +76,7 @@ def show(options: argparse.Namespace) -> None:
     if run.environment is not None:
         console.print(cell(f"split: {run.environment['split']}"))
     if run.summary is None:
-        console.print(cell(f"not finished; `redgrape resume {options.run}` continues it"))
+        console.print(cell(f"not finished; continue it with `redgrape resume {options.run}`"))
         return
     run_tables.print_table(run_tables.collect([(run.label, run)], options.on))
     if run.environment is not None:
@@ -82,7 +84,7 @@ def show(options: argparse.Namespace) -> None:
         for title in ("class", "training examples", "test examples", "accuracy"):
             table.add_column(title, justify="left" if title == "class" else "right")
         names, tested = run.environment["class_names"], judged.counts_of(run.environment, run.summary)
-        counts = run.environment["class_counts"]  # None where only the sites of a deployment know
+        counts = run.environment["class_counts"]  # None if only the sites of a deployment know
         for c in sorted(range(len(names)), key=lambda c: (-counts[c] if counts else 0, c)):
             of_class = [str(known[c]) if known else "–" for known in (counts, tested)]
             table.add_row(cell(names[c]), *of_class, percent(run.summary["per_class"][c]))
@@ -90,7 +92,7 @@ def show(options: argparse.Namespace) -> None:
 
 
 def methods(options: argparse.Namespace) -> None:
-    """All methods with a line each, or one with its hyper-parameters."""
+    """List all methods, or show one with its hyper-parameters."""
     from redgrape import methods as found
 
     if options.name is None:
@@ -124,7 +126,7 @@ def methods(options: argparse.Namespace) -> None:
 
 
 def _list_methods(options: argparse.Namespace) -> None:
-    """Every method with a line, what it sends with the net asked for, what it assumes, and what it was written from."""
+    """List every method: what it does, its message sizes with this net, what it assumes, and its source."""
     from redgrape import methods as found
     from redgrape.runs.message_sizes import payload
 

@@ -1,4 +1,4 @@
-"""export, evaluate, predict."""
+"""The commands export, evaluate and predict."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def evaluate(options: argparse.Namespace) -> None:
     scores = evaluate_model(model, read_labelled(options.data, model))
     if not names_test_set(options.data):
         print(
-            f"note: '{printable(options.data)}' names no test set, so all of it was used; examples that the model was "
-            "trained on flatter it",
+            f"note: '{printable(options.data)}' names no test set, so all of it was used; examples from training "
+            "make the figures look too good",
             file=sys.stderr,
         )
     if options.json:

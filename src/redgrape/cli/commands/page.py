@@ -1,4 +1,4 @@
-"""report, serve."""
+"""The commands report and serve."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from redgrape.runs import durable
 
 
 def report(options: argparse.Namespace) -> None:
-    """One self-contained HTML page of these suites, and of the runs at or below these folders."""
+    """Write one self-contained HTML page about these suites, and the runs at or below these folders."""
     readings: dict[str, Reading] = {}
     damaged: list[tuple[str, str]] = []
     suites: list[suite.Suite] = []
@@ -27,10 +27,10 @@ def report(options: argparse.Namespace) -> None:
     for folder in _folders(options.folders):
         if suite.is_suite(folder):
             suites.append(suite.read(folder))
-            damaged += [(run, "it is named in the table of a suite, and is not there") for run in suites[-1].gone]
+            damaged += [(run, "the table of a suite names it, but it does not exist") for run in suites[-1].gone]
             paths += suites[-1].runs
             if not suites[-1].runs:
-                raise StorageError(f"no cell of '{folder}' has been run, or none is where it was")
+                raise StorageError(f"no cell of '{folder}' has been run, or all runs were moved")
         else:
             paths += _runs_of(folder)
     for path in dict.fromkeys(paths):
@@ -41,7 +41,7 @@ def report(options: argparse.Namespace) -> None:
     data = page_data(readings, damaged, [each.shown for each in suites])
     if not data["runs"]:
         reasons = "; ".join(run["reason"] for run in data["damaged"])
-        raise StorageError(f"there is no run that can be read: {reasons}")
+        raise StorageError(f"no run can be read: {reasons}")
     for run in data["damaged"]:
         print(f"note: '{text(run['name'])}' is left out: {run['reason']}", file=sys.stderr)
     titles = ", ".join(named["title"] for named in (data["suites"] or data["settings"])[:3])
@@ -54,7 +54,7 @@ def report(options: argparse.Namespace) -> None:
 
 
 def _folders(named: list[Path]) -> Iterator[Path]:
-    """The folders; for the name of a suite, those in which it has been reproduced below runs/."""
+    """The folders. The name of a suite stands for its folders below runs/."""
     for path in dict.fromkeys(named):
         if path.is_dir():
             yield path
@@ -66,7 +66,7 @@ def _folders(named: list[Path]) -> Iterator[Path]:
         places = [Path("runs") / f"{path}-{scale}" for scale in description.SCALES]
         if not any(map(suite.is_suite, places)):
             raise StorageError(
-                f"'{path}' has not been reproduced below 'runs'; `redgrape reproduce {path}` does, or name its folder"
+                f"'{path}' was not reproduced below 'runs'; run `redgrape reproduce {path}`, or name its folder"
             )
         yield from filter(suite.is_suite, places)
 
@@ -79,12 +79,14 @@ def _runs_of(folder: Path) -> list[Path]:
 
 
 def serve(options: argparse.Namespace) -> None:
-    """The runs of a folder, live in a browser, until Ctrl-C."""
+    """Show the runs of a folder live in a browser, until Ctrl-C."""
     from redgrape.reading.page.serve import Server
 
     if not options.folder.is_dir():
-        raise StorageError(f"there is no folder '{options.folder}'; `redgrape run` makes runs, or name another folder")
+        raise StorageError(
+            f"there is no folder '{options.folder}'; create a run with `redgrape run`, or choose another folder"
+        )
     with suppress(KeyboardInterrupt), Server(options.folder, options.port) as server:
-        shown = f"{server.address} shows the runs of '{text(options.folder)}', to this machine; Ctrl-C ends it"
+        shown = f"{server.address} shows the runs of '{text(options.folder)}' to this machine; press Ctrl-C to stop"
         print(json.dumps({"address": server.address}) if options.json else shown, flush=True)
         server.serve_forever()

@@ -1,4 +1,4 @@
-"""privacy."""
+"""The command privacy."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from redgrape.reading.terminal import printable
 
 
 def privacy(options: argparse.Namespace) -> None:
-    """What each party could learn in a run."""
+    """Report what each party could learn from a run."""
     facts = disclosed(RunView.read(options.run))
     if options.json:
         print(json.dumps(facts))
         return
     method, rounds = printable(facts["method"]), facts["rounds"]
-    print(f"what each party could learn in {printable(facts['run'])}")
+    print(f"what each party could learn from {printable(facts['run'])}")
     print(f"({method}, preset {printable(facts['preset'])}, {rounds} rounds)")
     for party, sentences in in_words(facts).items():
         print(f"\n{party}")

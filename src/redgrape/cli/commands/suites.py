@@ -1,4 +1,4 @@
-"""reproduce, sweep."""
+"""The commands reproduce and sweep."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def reproduce(options: argparse.Namespace) -> None:
     home = options.out / f"{suite.home}-{options.scale}"
     failures: list[RedgrapeError] = []
     if options.no_run:
-        # whether it could be run is not asked
+        # it does not matter whether they could run
         standings = [s if s.is_refused else replace(s, obstacle="") for s in standings]
     else:
         standings, failures = _run(standings, home, options)
@@ -105,9 +105,9 @@ def _sweep_command(options: argparse.Namespace) -> str:
 
 
 def _search(values: dict[str, object], seeds: Sequence[int], options: argparse.Namespace) -> None:
-    """Optuna's proposals, scored by the class-balanced accuracy on the validation set, mean over seeds."""
+    """Score proposals of Optuna by class-balanced validation accuracy, averaged over seeds."""
     if options.plan or options.dry_run:
-        raise ConfigError("--plan cannot tell what --search will propose; leave one of them out")
+        raise ConfigError("--plan cannot predict the proposals of --search; leave one of them out")
     choices = search.space(options.grid)
     found: list[Standing] = []
     trials = itertools.count(1)
@@ -125,7 +125,7 @@ def _search(values: dict[str, object], seeds: Sequence[int], options: argparse.N
             if not isinstance(failure, Diverged):
                 raise failure
         if obstacle := next((s.obstacle for s in standings if s.obstacle and not failures), None):
-            raise DataError(f"the search cannot go on: {obstacle}")
+            raise DataError(f"the search cannot continue: {obstacle}")
         new = [s for s in standings if s.cell.identity not in {f.cell.identity for f in found}]
         found.extend(new)
         scores = [s.view.summary["validation"]["balanced"] for s in standings if s.view and s.view.summary]
@@ -165,8 +165,8 @@ def _print_best(table: tables.Table) -> None:
 def _require_validation(standings: Sequence[Standing]) -> None:
     if any(standing.cell.experiment.data.validation == 0 for standing in standings):
         raise ConfigError(
-            "data.validation is 0, and hyper-parameters must not be chosen on the test set; "
-            "hold a set out with -c data.validation=10"
+            "data.validation is 0, but hyper-parameters must not be chosen on the test set; "
+            "hold out a set with -c data.validation=10"
         )
 
 
@@ -175,7 +175,7 @@ def _present(options: argparse.Namespace) -> Present:
 
 
 def _standings(cells: Sequence[Cell], options: argparse.Namespace, present: Present | None) -> list[Standing]:
-    """How far the cells are; with --overwrite, a run that cannot be taken is no obstacle."""
+    """The progress of the cells. With --overwrite, an unusable run is no obstacle."""
     found = found_cells.standings(cells, options.out, options.results, options.data_root, present)
     return [replace(s, obstacle="") if options.overwrite and s.is_refused else s for s in found]
 
@@ -183,20 +183,22 @@ def _standings(cells: Sequence[Cell], options: argparse.Namespace, present: Pres
 def _run(
     standings: Sequence[Standing], home: Path, options: argparse.Namespace
 ) -> tuple[list[Standing], list[RedgrapeError]]:
-    """Carry out what is not finished, several cells at once where that is faster."""
+    """Run the unfinished cells, several at once if that is faster."""
     told = not options.quiet and not options.json
     cells, workers = side_by_side.shares(standings, _workers(options), options.side_by_side)
     if cells > 1:
         if told:
             print(f"{cells} cells side by side, with {workers} workers each", file=sys.stderr)
-        kept = {name: value for name, value in vars(options).items() if name != "command"}  # a function of no module
+        kept = {
+            name: value for name, value in vars(options).items() if name != "command"
+        }  # a local function, which cannot be pickled
         theirs = argparse.Namespace(**{**kept, "workers": workers, "quiet": True})
         side_by_side.carry_out(_run_beside, (standings, home, theirs, told, cells), cells)
     return _run_in_turn(standings, home, options, told)
 
 
 def _run_beside(*arguments: Any) -> None:
-    """The same in a process of its own, which a signal ends as it ends a command."""
+    """Do the same in a separate process. Signals end it as they end a command."""
     with ending_at_signals():
         _run_in_turn(*arguments)
 
@@ -204,7 +206,7 @@ def _run_beside(*arguments: Any) -> None:
 def _run_in_turn(
     standings: Sequence[Standing], home: Path, options: argparse.Namespace, told: bool, at_once: int = 1
 ) -> tuple[list[Standing], list[RedgrapeError]]:
-    """A cell after the other; one that cannot be run does not stop the others."""
+    """Run one cell after another. A cell that fails does not stop the others."""
     failures: list[RedgrapeError] = []
     after = list(standings)
     present = _present(options)
@@ -227,7 +229,7 @@ def _run_in_turn(
             except BusyError:
                 after[i] = replace(standing, obstacle=BUSY)
                 if told:
-                    print(f"passed over: {name}: {BUSY}", file=sys.stderr)
+                    print(f"skipped: {name}: {BUSY}", file=sys.stderr)
             except (ConfigError, DataError, Diverged, StorageError, TooFewClients) as error:
                 after[i] = replace(standing, obstacle=str(error))
                 failures.append(type(error)(f"{name}: {error}"))
@@ -237,8 +239,8 @@ def _run_in_turn(
 
 
 def _begin(cell: Cell, home: Path, options: argparse.Namespace, present: Present) -> tuple[Standing, RunFolder | None]:
-    """How far the cell is by now, for another process may have come to it, and its run where it can be gone on with,
-    wherever it lies."""
+    """The current progress of the cell, which another process may have changed, and its run folder if it can be run or
+    continued."""
     with found_cells.choosing(options.out):
         (now,) = _standings([cell], options, present)
         if now.finished or now.obstacle:
@@ -268,7 +270,7 @@ def _tell(i: int, standings: Sequence[Standing], options: argparse.Namespace, at
 
 
 def _print_plan(standings: Sequence[Standing], options: argparse.Namespace) -> None:
-    """The cells with their state and an estimate; nothing is run."""
+    """Print the cells with their state and estimated time. Nothing is run."""
     at_once, workers = side_by_side.shares(standings, _workers(options), options.side_by_side)
     measured = cost.measure(options.out, workers)
     estimates = [0.0 if s.obstacle else cost.seconds_left(s, measured, workers) for s in standings]
@@ -291,13 +293,17 @@ def _print_plan(standings: Sequence[Standing], options: argparse.Namespace) -> N
     if all(s.finished or s.obstacle for s in standings):
         print("nothing to run")
     else:
-        basis = f"after the times of '{options.out}'" if measured else "by a rough model, nothing has been run here yet"
+        basis = (
+            f"based on times in '{options.out}'"
+            if measured
+            else "by a rough model, because nothing has been run here yet"
+        )
         each = f"{at_once} cells side by side, {workers} workers each" if at_once > 1 else f"{workers} workers"
         print(f"{cost.duration(total)} with {each}, {basis}")
 
 
 def _record(standings: Sequence[Standing], records: Path, name: str) -> None:
-    """Copies of those that have no record yet, by this suite or by another."""
+    """Copy the finished cells that have no record yet, from this suite or another."""
     known = found_cells.recorded([standing.cell for standing in standings], records)
     for standing in standings:
         if standing.finished and standing.cell.identity not in known:
@@ -331,7 +337,7 @@ def _missing(standings: Sequence[Standing]) -> Iterator[str]:
 
 
 def _raise_first(failures: Sequence[RedgrapeError]) -> None:
-    """After all is written: the exit code of what went wrong first."""
+    """Raise the first failure, after everything is written."""
     if failures:
         more = f" (and {len(failures) - 1} more cells failed)" if len(failures) > 1 else ""
         raise type(failures[0])(f"{failures[0]}{more}")

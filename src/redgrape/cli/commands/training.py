@@ -1,4 +1,4 @@
-"""run, resume, compare."""
+"""The commands run, resume and compare."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def resume(options: argparse.Namespace) -> None:
     experiment = folder.experiment()
     if options.rounds is not None:
         if options.rounds < experiment.rounds:
-            raise ConfigError(f"--rounds is {options.rounds}, and the run is set to {experiment.rounds}; choose more")
+            raise ConfigError(f"--rounds is {options.rounds}, but the run has {experiment.rounds}; choose more")
         if options.rounds > experiment.rounds:
             _warn_of_schedules(experiment)
         experiment = experiment.with_rounds(options.rounds)
@@ -56,7 +56,7 @@ def resume(options: argparse.Namespace) -> None:
 
 
 def compare(options: argparse.Namespace) -> None:
-    """Several methods on the same split and seeds."""
+    """Train several methods on the same split and seeds."""
     cells: list[tuple[str, Experiment, Path]] = []
     for spec in options.methods:
         for seed in options.seeds or [None]:
@@ -103,7 +103,7 @@ def compare(options: argparse.Namespace) -> None:
 
 
 def described(options: argparse.Namespace) -> dict[str, Any]:
-    """The experiment's values: the file, then flags, then key=value assignments."""
+    """The values of the experiment. Flags override the file, and -c assignments override both."""
     values = read_toml(options.experiment) if options.experiment else {}
     for key, value in vars(options).items():
         if key.startswith("set:") and value is not None:
@@ -114,8 +114,8 @@ def described(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def with_method(values: dict[str, Any], spec: str) -> None:
-    """Put `redgrape:lam=0.2,exchange.preset=private` into an experiment's values: a key without a section is one of the
-    method. What the other flags set holds for all methods."""
+    """Put `redgrape:lam=0.2,exchange.preset=private` into the values. A key without a section is a hyper-parameter
+    of the method. Other flags apply to all methods."""
     name, _, settings = spec.partition(":")
     method = values.setdefault("method", {})
     if not isinstance(method, dict):
@@ -135,8 +135,8 @@ def _file_name(text: str) -> str:
 
 
 def _check_taken(cells: Sequence[tuple[Experiment, Path]], options: argparse.Namespace) -> None:
-    """Raise ConfigError where a run of before is of another experiment than asked for, of other data or files, or of
-    another machine; with --overwrite, remove all such runs. Every run is looked at before the first is removed."""
+    """Raise ConfigError if an existing run has another experiment, other data or files, or comes from another machine.
+    With --overwrite, remove all such runs instead. Every run is checked before the first is removed."""
     present = Present(options.device, options.stack, options.data_root, allow_changes=options.allow_changes)
     begun = [(experiment, path) for experiment, path in cells if (path / "experiment.toml").is_file()]
     wrong = {path: reason for e, path in begun if (reason := _why_not_taken(RunFolder.open(path), e, present))}
@@ -150,16 +150,16 @@ def _check_taken(cells: Sequence[tuple[Experiment, Path]], options: argparse.Nam
 def _why_not_taken(folder: RunFolder, experiment: Experiment, present: Present) -> str:
     method = read_toml(folder.path / "experiment.toml").get("method")
     name = method.get("name") if isinstance(method, dict) else None
-    if name != experiment.method.name or folder.experiment().hash() != experiment.hash():  # a stranger's is not loaded
+    if name != experiment.method.name or folder.experiment().hash() != experiment.hash():  # unknown code is not loaded
         return "holds another experiment"
     if not (folder.path / "environment.json").exists():
-        return ""  # it has not begun, or is refused when it should go on
+        return ""  # it has not begun, or resuming it will fail
     changes = present.changes(experiment, folder.environment())
-    return f"is not what is asked for: {', '.join(changes)}" if changes else ""
+    return f"does not match the request: {', '.join(changes)}" if changes else ""
 
 
 def print_plan(folder: Path, experiment: Experiment, options: argparse.Namespace) -> None:
-    """What would run, and where."""
+    """Print what would run, and where."""
     if options.json:
         values = run_tables.plain(experiment.resolved())
         print(json.dumps({"folder": str(folder), "hash": experiment.hash(), "experiment": values}))
@@ -169,7 +169,7 @@ def print_plan(folder: Path, experiment: Experiment, options: argparse.Namespace
 
 
 def carry_out(folder: RunFolder, options: argparse.Namespace, label: str, rounds: int | None = None) -> bool:
-    """Do what is still to be done of a run, to so many rounds where it is to go on; whether that was anything."""
+    """Run the remaining rounds, up to `rounds` if given. Return whether there were any."""
     default = cores() if options.device == "cpu" else 1
     workers = options.workers if options.workers is not None else default
     this = Run(
@@ -192,7 +192,7 @@ def carry_out(folder: RunFolder, options: argparse.Namespace, label: str, rounds
                 if log is not None:
                     log.step(step)
     except (ConfigError, DataError):
-        folder.discard()  # what cannot be run leaves nothing behind
+        folder.discard()  # an invalid run leaves nothing behind
         raise
     finally:
         for note in this.notes:
@@ -201,7 +201,7 @@ def carry_out(folder: RunFolder, options: argparse.Namespace, label: str, rounds
 
 
 def tell_leak(folder: RunFolder, options: argparse.Namespace) -> None:
-    """One line on what a run gave away, where the method has floors against that and they are off."""
+    """Print one line on what a run disclosed, if the method has floors against that and they are off."""
     if not options.quiet and (line := leak_in_one_line(disclosed(run_tables.RunView.read(folder.path)))) is not None:
         print(f"note: {printable(line)}", file=sys.stderr)
 
@@ -215,7 +215,7 @@ def _tensorboard(folder: RunFolder, options: argparse.Namespace) -> AbstractCont
 
 
 def cores() -> int:
-    """The cores that this process may use, which may be fewer than the machine has."""
+    """The number of cores that this process may use. The machine may have more."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -232,6 +232,6 @@ def _warn_of_schedules(experiment: Experiment) -> None:
     decaying = [k for k, v in experiment.method.resolved().items() if k.endswith("_schedule") and v != "constant"]
     if decaying:
         print(
-            f"note: {', '.join(decaying)} decays over all rounds: the extended run is not what a longer one would be",
+            f"note: {', '.join(decaying)} decays over all rounds: an extended run differs from a longer one",
             file=sys.stderr,
         )

@@ -1,1 +1,1 @@
-"""The processes of server and sites, and how they are started, watched and stopped."""
+"""The processes of server and sites: how they are started, watched and ended, and who may connect to them."""

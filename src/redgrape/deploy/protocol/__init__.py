@@ -1,1 +1,1 @@
-"""What server and sites say to each other, and what each of them does with it."""
+"""What server and sites ask and answer, and what each side does with it; no process is started here."""

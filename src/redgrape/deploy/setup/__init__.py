@@ -1,1 +1,1 @@
-"""The folders of a deployment: made, described, checked."""
+"""The folders of a deployment with their keys and data: how they are made, read and checked."""

@@ -1,1 +1,1 @@
-"""Runs as a page for people: one HTML file that works offline (`report`), or live while they train (`serve`)."""
+"""Runs as a web page: one HTML file that works offline (`report`), or a live view during training (`serve`)."""

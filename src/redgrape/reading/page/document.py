@@ -1,7 +1,7 @@
-"""One HTML document with everything in it: style, script and data. It asks nobody for anything.
+"""A self-contained HTML document with style, script and data. It makes no external requests.
 
-The Content-Security-Policy names the script and the style by their SHA-256, so whatever text a run brings along cannot
-become either of them; data is JSON in a block that no browser runs.
+The Content-Security-Policy names the script and the style by their SHA-256, so text from a run cannot
+become either of them. The data is JSON in a block that browsers do not execute.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _DOCUMENT = """<!doctype html>
 
 
 def document(data: Mapping[str, Any], title: str) -> str:
-    """The page of this data; with `live` in it, a page that asks its own server for news."""
+    """The page for this data. If the data contains `live`, the page asks its own server for updates."""
     style, script = style_and_script()
     return _DOCUMENT.format(
         policy=html.escape(policy(live=bool(data.get("live")))),
@@ -71,5 +71,5 @@ def _hash(inline: str) -> str:
 
 
 def _embedded(data: Mapping[str, Any]) -> str:
-    """JSON in ASCII in which nothing can end the block that it stands in."""
+    """ASCII JSON that cannot close the HTML block that contains it."""
     return json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c").replace(">", "\\u003e")

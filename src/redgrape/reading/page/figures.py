@@ -1,17 +1,17 @@
-"""What a page draws, as plain JSON: settings, the methods tried in each, their runs and rounds.
+"""The data of a page as plain JSON: settings, their methods, runs and rounds.
 
-Runs of one setting differ by method and seed alone, so their curves may stand side by side:
+Runs of one setting differ only by method and seed, so their curves can be compared:
 
     settings   [{title, facts, notes, methods: [{label, runs, hyper, file, toml, commands}]}]
     runs       {id: {seed, state, done, result, per_class, tested, confusion, norms, split, ...}}
     splits     {fingerprint: {class_names, known, class_counts, client_names, client_counts, groups, order: from head to
                tail}}
-    rounds     {id: {round: [...], accuracy: [...], ...}}: a column a figure, null where there is none
+    rounds     {id: {round: [...], accuracy: [...], ...}}: one column per figure, null if there is none
     damaged    [{name, reason}]
-    suites     [{title, blocks, caption, command, not_run}]: the tables of the suites that the runs are of (suite.py)
+    suites     [{title, blocks, caption, command, not_run}]: the tables of the suites that contain the runs (suite.py)
 
-Run folders may come from strangers: text is cleaned of what a terminal or a page could take for a command, and what
-should be a number is one or null. No method is loaded, since one's own method is code.
+Run folders are untrusted. Text is cleaned of anything that a terminal or a page could execute. Numbers are checked, and
+null if invalid. No method is loaded, because a user's method is code.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from redgrape.reading.page.reading import Reading
 from redgrape.reading.run_tables import EXTRA_DATA, FIGURES, cell, other_data, run_label
 from redgrape.reading.terminal import printable
 
-LAST = 10  # of an unfinished run, the mean of up to this many evaluations so far stands for its result
+LAST = 10  # the result of an unfinished run is the mean of up to this many evaluations so far
 GROUPS = ("head", "middle", "tail")
 
 
 def page_data(
     readings: Mapping[str, Reading], damaged: Iterable[tuple[str, str]] = (), suites: Sequence[Mapping[str, Any]] = ()
 ) -> dict[str, Any]:
-    """All of it, for these runs by their ids."""
+    """The complete page data for these runs, by id."""
     runs: dict[str, Any] = {}
     splits: dict[str, Any] = {}
     rounds: dict[str, Any] = {}
@@ -46,7 +46,7 @@ def page_data(
     for key, reading in readings.items():
         try:
             split = _split(reading)
-            _settings({key: reading}, {key: (run := _run(reading, split))})  # a run that cannot be described, too
+            _settings({key: reading}, {key: (run := _run(reading, split))})  # raises if a run cannot be described
             runs[key], rounds[key] = run, _columns(reading, split)
         except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError) as error:
             wrong.append({"name": text(key), "reason": f"its files do not fit together: {text(repr(error))}"})
@@ -65,12 +65,12 @@ def page_data(
 
 
 def text(value: Any) -> str:
-    """On one line, without what is not printed: escapes of a terminal, marks that turn the direction of writing."""
+    """One line of text. Unprintable characters are replaced, such as terminal escapes and bidirectional marks."""
     return printable(value)[:400]
 
 
 def number(value: Any) -> float | int | None:
-    """The value where it is a number; JSON has no infinity and no NaN."""
+    """The value if it is a finite number, else None. JSON has no infinity and no NaN."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         return None
     return round(value, 6) if isinstance(value, float) else value
@@ -83,21 +83,21 @@ def _numbers(values: Any, length: int) -> list[float | int | None] | None:
 
 
 def _split(reading: Reading) -> dict[str, Any] | None:
-    """Who holds what; None before the data has been prepared."""
+    """The examples of each client. None before the data is prepared."""
     environment = reading.view.environment
     if environment is None:
         return None
     names = [text(name) for name in environment["class_names"]]
-    known = environment["class_counts"] is not None  # else only the sites of a deployment know
+    known = environment["class_counts"] is not None  # else only the sites of a deployment know them
     counts = [int(n) for n in environment["class_counts"]] if known else [0] * len(names)
     clients = [[int(n) for n in row] for row in environment["client_counts"]] if known else []
     client_names = [text(name) for name in environment.get("client_names", range(len(clients)))] if known else []
     groups = {group: [int(c) for c in environment["groups"][group]] for group in GROUPS}
     group_of = {c: group for group, classes in groups.items() for c in classes}
     if len(names) != len(counts) or any(len(row) != len(counts) for row in clients):
-        raise ValueError("class names, class counts and client counts are of different lengths")
+        raise ValueError("class names, class counts and client counts have different lengths")
     if len(client_names) != len(clients):
-        raise ValueError("client names and client counts are of different lengths")
+        raise ValueError("client names and client counts have different lengths")
     return {
         "class_names": names,
         "known": known,
@@ -194,19 +194,19 @@ def _per_client(total: Any, clients: int) -> int | None:
 
 
 def _releases(record: Mapping[str, Any], C: int) -> bool:
-    """Whether the record says which classes were released in its round."""
+    """Whether the record lists the classes released in its round."""
     released = record.get("class_released")
     return C > 0 and isinstance(released, list) and len(released) == C
 
 
 def _older(ages: Sequence[int | None], record: Mapping[str, Any]) -> list[int | None]:
-    """Rounds since each class was released last, null before it was."""
+    """Rounds since each class was last released. Null before its first release."""
     pairs = zip(ages, record["class_released"], strict=True)
     return [0 if released else None if age is None else age + 1 for age, released in pairs]
 
 
 def _settings(readings: Mapping[str, Reading], runs: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Runs by what they have in common but method and seed, in the order in which they come."""
+    """Group runs that are equal except for method and seed, in order of appearance."""
     together: dict[str, list[str]] = {}
     shared = {key: _shared(reading.view.experiment) for key, reading in readings.items()}
     names = set().union(*shared.values())
@@ -235,7 +235,7 @@ def _settings(readings: Mapping[str, Reading], runs: Mapping[str, Any]) -> list[
 
 
 def _notes(reading: Reading, tested: Sequence[Any] | None) -> list[str]:
-    """Of the classes that have few test examples or none, and over how many classes the class-balanced mean is."""
+    """Notes on classes with few test examples or none, and the number of classes in the class-balanced mean."""
     environment = reading.view.environment or {}
     names = [text(name) for name in environment.get("class_names", [])]
     over = judged.over_classes(tested)
@@ -244,13 +244,13 @@ def _notes(reading: Reading, tested: Sequence[Any] | None) -> list[str]:
 
 
 def _shared(experiment: Mapping[str, Any]) -> dict[str, Any]:
-    """What decides a result beside method and seed."""
+    """Everything that determines a result, except method and seed."""
     apart = ("method", "seed", "checkpoint_every", "evaluate_every")
     return dict(_flat({name: value for name, value in experiment.items() if name not in apart}))
 
 
 def _defaults() -> dict[str, Any]:
-    """For runs of before an option existed, which are of one setting with later ones."""
+    """Defaults for runs that are older than an option, so that they share a setting with newer ones."""
     from redgrape.runs.experiment import Experiment
 
     return _shared(Experiment().resolved())
@@ -284,7 +284,7 @@ def _methods(keys: Sequence[str], readings: Mapping[str, Reading], runs: Mapping
 
 
 def _told_apart(titles: Sequence[str], values: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The titles; where several are the same, each with the values by which it differs from most of the others."""
+    """The titles. Equal titles also get the values in which they differ from most of the others."""
     flat = [dict(_flat(value)) for value in values]
     told = []
     for i, title in enumerate(titles):
@@ -295,7 +295,7 @@ def _told_apart(titles: Sequence[str], values: Sequence[Mapping[str, Any]]) -> l
 
 
 def _usual(key: str, value: Any, alike: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether more than half have this value, so that naming the others is enough to tell all apart."""
+    """Whether more than half have this value. Then it is enough to name the others."""
     return all(key in other for other in alike) and 2 * sum(other[key] == value for other in alike) > len(alike)
 
 
@@ -319,7 +319,7 @@ def _participation(experiment: Mapping[str, Any]) -> str:
 
 
 def _facts(readings: Sequence[Reading]) -> list[list[str]]:
-    """What a reader should know of a setting, in words."""
+    """The facts of a setting, in words."""
     experiment = readings[0].view.experiment
     data, sampled = experiment["data"], experiment.get("clients_per_round", "none")
     ratio = "" if data["imbalance"] == "natural" else f", imbalance ratio {data['ir']:g}"

@@ -1,4 +1,4 @@
-"""Run folders as a reader meets them: finished, in training, stopped or damaged. Reads only, and takes no lock."""
+"""Run folders in any state: finished, in training, stopped or damaged. Read-only, takes no lock."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ State = Literal["finished", "training", "stopped"]
 
 @dataclass(frozen=True)
 class Reading:
-    """A run that could be read: its view and its times."""
+    """A readable run: its view and its times."""
 
     view: RunView
     times: list[dict[str, Any]]
@@ -32,14 +32,14 @@ class Reading:
 
     @property
     def state(self) -> State:
-        """Whether it is finished, and if not, whether somebody works on it now."""
+        """The state of the run: finished, or else whether a process is running it now."""
         if self.view.summary is not None:
             return "finished"
         return "training" if is_locked(self.view.path / "lock") else "stopped"
 
 
 def is_locked(path: Path) -> bool:
-    """Whether the process that the lock file names holds it. Trying the lock would keep a run from starting."""
+    """Whether the process named in the lock file holds the lock. Trying the lock could keep a run from starting."""
     try:
         kind, _, number = path.read_text().partition(" ")
         inode = path.stat().st_ino
@@ -50,7 +50,7 @@ def is_locked(path: Path) -> bool:
         return False
     try:
         held = [line.split() for line in PROC_LOCKS.read_text().splitlines()]
-    except OSError:  # another system than Linux
+    except OSError:  # not Linux
         return _is_alive(pid)
     # 7: FLOCK ADVISORY WRITE <process> <major>:<minor>:<inode> 0 EOF
     return any(
@@ -71,7 +71,7 @@ def _is_alive(pid: int) -> bool:
 
 
 def _times(path: Path) -> list[dict[str, Any]]:
-    """The lines of times.jsonl that can be read: they decide nothing, and a damaged one hides no other."""
+    """The readable lines of times.jsonl. Damaged lines are skipped, because times affect no result."""
     lines = []
     file = path / "times.jsonl"
     try:

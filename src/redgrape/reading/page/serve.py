@@ -1,12 +1,12 @@
-"""The runs of a folder, live, for a browser on this machine. Nothing is written, no lock is taken.
+"""Show the runs of a folder live to a browser on this machine. Read-only, takes no lock.
 
     GET /                                    the page
     GET /runs                                every run below the folder: state and progress
     GET /news?run=ID&rows=N&stamp=S&run=...  what the page draws of these runs, less what it has: the rows it knows are
                                              left out, and so is a run's description while its stamp is the same
 
-Anything else is 404. A run is named by its id in the list of runs that there are, so no path is ever made of what a
-request says. A page of another host that points its name at this machine is refused by the Host header.
+Anything else is 404. A request names a run by its id in the list of existing runs, so no path is built from a request.
+A page of another host that resolves its name to this machine is refused by the Host header.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ ADDRESS = "127.0.0.1"
 
 @dataclass(frozen=True)
 class _Known:
-    """What was read of a run, as long as its files stay as they are."""
+    """The cached content of a run, valid while its files do not change."""
 
     stamps: tuple[Any, ...]
     reading: Reading | None  # None: damaged
-    row: dict[str, Any]  # of the list
+    row: dict[str, Any]  # in the list of runs
 
 
 class Runs:
-    """The runs at or below a folder by their ids, read again when their files have changed."""
+    """The runs at or below a folder, by id. A run is read again when its files change."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -55,12 +55,12 @@ class Runs:
         rows = []
         for key, path in self.paths().items():
             known = self._read(key, path)
-            state = known.reading.state if known.reading else "damaged"  # a lock changes no file's time
+            state = known.reading.state if known.reading else "damaged"  # a lock changes no file time
             rows.append({**known.row, "state": state})
         return rows
 
     def news(self, asked: Mapping[str, tuple[int, str]]) -> dict[str, Any]:
-        """What a page lacks that has so many rows of each run, and descriptions of these stamps."""
+        """The data that a page lacks, given its number of rows and its description stamp for each run."""
         paths = self.paths()
         known = {key: self._read(key, paths[key]) for key in asked if key in paths}
         data = page_data(
@@ -115,7 +115,7 @@ def _digest(value: Any) -> str:
 
 
 class Server(ThreadingHTTPServer):
-    """Answers browsers of this machine only."""
+    """Answers only browsers on this machine."""
 
     daemon_threads = True
 
@@ -135,7 +135,7 @@ class Server(ThreadingHTTPServer):
         return f"http://{ADDRESS}:{self.server_port}/"
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A browser that goes away in the middle of an answer is no news."""
+        """Ignore a browser that disconnects in the middle of an answer."""
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -173,7 +173,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.do_GET()
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
-        code = 405 if code == 501 else code  # what has no do_..., such as POST
+        code = 405 if code == 501 else code  # methods without a do_..., such as POST
         self._answer(code, "text/plain", f"{code}\n")
 
     def _answer(self, code: int, kind: str, body: str) -> None:
@@ -193,11 +193,11 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(content)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Requests are not logged: their text is a stranger's."""
+        """Do not log requests: their text is untrusted."""
 
 
 def _asked(query: Mapping[str, list[str]]) -> dict[str, tuple[int, str]] | None:
-    """{run: (rows, stamp)}; None where the three lists do not fit together."""
+    """Parse the query as {run: (rows, stamp)}. None if the three lists do not match."""
     keys, rows, stamps = (query.get(name, []) for name in ("run", "rows", "stamp"))
     if not len(keys) == len(rows) == len(stamps) or not all(n.isdecimal() and len(n) < 10 for n in rows):
         return None

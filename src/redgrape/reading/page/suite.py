@@ -1,4 +1,4 @@
-"""Suites as a page shows them: from the table.json that `reproduce` and `sweep` write, which names the cells' runs."""
+"""Suites for a page, read from the table.json of `reproduce` and `sweep`. It names the runs of the cells."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from redgrape.errors import StorageError
 from redgrape.reading.terminal import printable
 
 FILE = "table.json"
-LONGEST = 4000  # characters of a line
+LONGEST = 4000  # characters per line
 
 
 @dataclass(frozen=True)
 class Suite:
     shown: dict[str, Any]  # {title, blocks: [{title, header, rows: [[[words, is bold]]]}], caption, command, not_run}
     runs: list[Path]
-    gone: list[str]  # runs that are not where they were
+    gone: list[str]  # runs that no longer exist at their path
 
 
 def is_suite(folder: Path) -> bool:
@@ -70,7 +70,7 @@ def _line(words: Any) -> str:
 
 
 def _find(run: str, folder: Path) -> Path | None:
-    """The run was named from where the suite was reproduced: here, or a folder above that of the suite."""
+    """The path of a run. It is relative to where the suite was reproduced: here, or a folder above the suite."""
     for base in (Path(), *folder.resolve().parents):
         if (base / run / "experiment.toml").is_file():
             return base / run

@@ -1,1 +1,1 @@
-"""Suites: many runs that make one table or figure, those of the paper by name and the user's own grids."""
+"""Suites: sets of runs behind one table or figure, either named suites of the paper or the user's own grids."""

@@ -1,4 +1,4 @@
-"""How long runs will take, about: a rough model, corrected by what runs on this machine have taken."""
+"""Estimate how long runs take: a rough model, corrected by the times of runs on this machine."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from redgrape.reading.suites.found_cells import Standing
 from redgrape.runs.experiment import Experiment
 from redgrape.runs.run import LAST
 
-# Seconds for an example's way forth and back through the net, and training and test examples: of a core of a server of
-# 2020. Rough, because the method's own work is not in it, and needed only until something has been run here.
+# Seconds for the forward and backward pass of one example on one core of a 2020 server, and the numbers of training and
+# test examples. This is rough: it ignores the work of the method. It is used only until something has been run here.
 SECONDS = {"cnn": 8e-4, "cnn_dropout": 1.5e-3, "resnet8": 1.5e-3, "resnet20": 4e-3, "resnet56": 1e-2, "mlp": 2e-5}
 SIZES = {
     "digits": ([400] * 10, 1_000),
@@ -26,13 +26,13 @@ SIZES = {
     "cifar10": ([5_000] * 10, 10_000),
     "cifar100": ([500] * 100, 10_000),
 }
-OVERHEAD = 0.1  # seconds of a round: broadcast, aggregation, checkpoint
-START = 5.0  # seconds of a run: worker processes, data
+OVERHEAD = 0.1  # seconds per round: broadcast, aggregation, checkpoint
+START = 5.0  # seconds per run: worker processes, data
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What a round of a run took, and would take by the model."""
+    """The measured time of a round, and the time that the model predicts."""
 
     source: str
     net: str
@@ -41,7 +41,7 @@ class Measured:
 
 
 def modelled(experiment: Experiment, workers: int) -> float | None:
-    """Seconds of a round; None for data whose size is not known."""
+    """Seconds per round. None if the size of the data is unknown."""
     data = experiment.data
     if data.source not in SIZES:
         return None
@@ -64,7 +64,7 @@ def modelled(experiment: Experiment, workers: int) -> float | None:
 
 
 def measure(folder: Path, workers: int) -> list[Measured]:
-    """The runs of this folder that tell their times; `workers` is for those of before times told theirs."""
+    """The timed runs of this folder. `workers` applies to older runs, which do not record it."""
     found = []
     for path in find_runs(folder):
         try:
@@ -72,11 +72,11 @@ def measure(folder: Path, workers: int) -> list[Measured]:
             seconds = sum(line["train"] + line["evaluate"] for line in lines)
             described = RunView.read(path).experiment
             if described["method"]["name"].endswith(".py"):
-                continue  # nobody's code is run for an estimate
+                continue  # an estimate must not run user code
             experiment = Experiment.parse(described)
         except (OSError, ValueError, KeyError, TypeError, RedgrapeError):
-            continue  # a run without times, or one being written
-        rounds = Counter(line.get("workers", workers) for line in lines)  # a run may go on with other workers
+            continue  # a run without times, or one that is being written
+        rounds = Counter(line.get("workers", workers) for line in lines)  # a run may resume with other workers
         models = {count: modelled(experiment, count) for count in rounds}
         model = sum(rounds[count] * seconds_a_round for count, seconds_a_round in models.items() if seconds_a_round)
         if seconds and model:
@@ -85,7 +85,7 @@ def measure(folder: Path, workers: int) -> list[Measured]:
 
 
 def seconds_left(standing: Standing, measured: Sequence[Measured], workers: int) -> float | None:
-    """Of a cell: rounds left times the model, corrected by the runs that are most like it."""
+    """The time left for a cell: remaining rounds times the model, corrected by the most similar runs."""
     if not standing.rounds_left:
         return 0.0
     e = standing.cell.experiment
@@ -103,13 +103,13 @@ def seconds_left(standing: Standing, measured: Sequence[Measured], workers: int)
 
 
 def total(estimates: Sequence[float | None], at_once: int = 1) -> float | None:
-    """Of cells of which so many run at once; None where one is not known."""
+    """The total time of cells if this many run at once. None if one estimate is unknown."""
     known = [seconds for seconds in estimates if seconds is not None]
     return sum(known) / at_once if len(known) == len(estimates) else None
 
 
 def duration(seconds: float | None) -> str:
-    """`about 3 h`, as fine as such an estimate deserves."""
+    """Text such as `about 3 h`, rounded to the precision of the estimate."""
     if seconds is None:
         return "unknown"
     if seconds < 90:

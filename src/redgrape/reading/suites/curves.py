@@ -1,4 +1,4 @@
-"""Accuracy over the rounds: a panel a column, a line a row; bands reach from the worst seed to the best."""
+"""Accuracy over rounds: one panel per column, one line per row. Bands span the worst to the best seed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from redgrape.reading.suites.tables import Table
 
 
 def draw(table: Table, path: Path) -> None:
-    """A PNG of the first measure of the suite. Needs matplotlib."""
+    """Draw a PNG of the first measure of the suite. Needs matplotlib."""
     plt = run_tables.pyplot()
     columns = [c for c in table.columns if any(e.values for e in table.entries if e.column == c)]
     across = min(3, len(columns))
@@ -48,7 +48,7 @@ def draw(table: Table, path: Path) -> None:
 
 
 def looks(rows: Sequence[str]) -> dict[str, tuple[str, str]]:
-    """A colour and a style for each row; the style changes whenever all colours have been used."""
+    """A colour and a line style for each row. The style changes when all colours are used."""
     ours_last = sorted(rows, key=lambda row: row == "RedGrape")
     styles = [("-", "--", "-.", ":")[i // len(run_tables.COOLER) % 4] for i in range(len(rows))]
     return dict(zip(ours_last, zip(run_tables.colours(len(rows)), styles, strict=True), strict=True))
@@ -59,7 +59,7 @@ def _place(table: Table, standing: Standing) -> tuple[str, tuple[str, ...]]:
 
 
 def _band(standings: list[Standing], measure: str, on: str) -> tuple[list[int], list[float], list[float], list[float]]:
-    """Rounds that all seeds have evaluated; worst, mean and best of the seeds in percent."""
+    """The rounds that all seeds evaluated, with the worst, mean and best seed in percent."""
     curves = [
         {r["round"]: 100 * r[on][measure] for r in s.view.metrics if on in r and r[on][measure] is not None}
         for s in standings

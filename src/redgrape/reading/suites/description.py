@@ -1,4 +1,4 @@
-"""A suite: the cells of a table or figure, each an experiment. Those of the paper stand in experiments/suites."""
+"""A suite: the cells of a table or figure, each an experiment. The suites of the paper are in experiments/suites."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ Label: TypeAlias = bool | int | float | str | list[Any]
 SCALES: tuple[str, ...] = get_args(Scale)
 SETTINGS = "settings"
 UNDECISIVE = ("checkpoint_every", "evaluate_every")  # keys that change no result
-# The first is where a wheel holds the folder, the second where a checkout does.
+# The first path is used in a wheel, the second in a checkout.
 FOLDERS = (Path(__file__).parents[2] / "experiments", Path(__file__).parents[4] / "experiments" / "suites")
 
 _STRICT = ConfigDict(frozen=True, strict=True, extra="forbid")
 
 
 class Rule(BaseModel):
-    """Sets keys of the experiments of those cells whose labels, or the scale, are as `when` says."""
+    """Sets experiment keys for the cells whose labels or scale match `when`."""
 
     model_config = _STRICT
 
@@ -49,7 +49,7 @@ class Rule(BaseModel):
 
 
 class Settings(BaseModel):
-    """What all suites of a folder share."""
+    """Settings that all suites of a folder share."""
 
     model_config = _STRICT
 
@@ -60,7 +60,7 @@ class Settings(BaseModel):
 
 
 class Description(BaseModel):
-    """A suite's file."""
+    """The file of a suite."""
 
     model_config = _STRICT
 
@@ -96,7 +96,7 @@ class Cell:
 
     @property
     def name(self) -> str:
-        """For people, and unique in its suite: the values on all axes and the seed."""
+        """A readable name, unique in the suite: the values on all axes and the seed."""
         return f"{', '.join(label_text(axis, value) for axis, value in self.labels.items())}, seed {self.seed}"
 
     @property
@@ -106,8 +106,8 @@ class Cell:
 
 
 def identity(experiment: Experiment, files: Mapping[str, str]) -> str:
-    """Equal for runs with equal results: how often they save or evaluate changes none, and neither does the name of the
-    preset whose values are all written out. The last ten rounds are evaluated in any case."""
+    """A hash that is equal for runs with equal results. It ignores how often they save or evaluate, and the name of the
+    preset, whose values are all included. The last ten rounds are always evaluated."""
     values = experiment.resolved()
     decisive = {name: value for name, value in values.items() if name not in UNDECISIVE}
     method = {name: value for name, value in values["method"].items() if name != "preset"}
@@ -123,16 +123,16 @@ class Suite:
     columns: Sequence[str]
     measures: Sequence[str]
     claim: str = ""
-    home: str = ""  # the suite in whose folder the runs are made
+    home: str = ""  # the suite whose folder holds the runs
     references: Sequence[str] = ()
     seeds: Mapping[str, Sequence[int]] = field(default_factory=dict)
     experiment: Mapping[str, Any] = field(default_factory=dict)
-    keys: Mapping[str, str] = field(default_factory=dict)  # axes that stand for a key of the experiment
+    keys: Mapping[str, str] = field(default_factory=dict)  # axes that are keys of the experiment
     rules: Sequence[Rule] = ()
     paper: Mapping[str, Mapping[str, Sequence[float]]] = field(default_factory=dict)
 
     def cells(self, scale: str, seeds: Sequence[int] | None = None, only: Sequence[str] = ()) -> list[Cell]:
-        """The cells at this scale, seeds innermost; `only` chooses among them."""
+        """The cells at this scale, with seeds innermost. `only` selects some of them."""
         every = [dict(zip(self.axes, values, strict=True)) for values in itertools.product(*self.axes.values())]
         seeds = self.seeds.get(scale, [0]) if seeds is None else seeds
         chosen = self._chosen(every, only)
@@ -165,12 +165,12 @@ class Suite:
         return list(itertools.product(*[[label_text(axis, v) for v in self.axes[axis]] for axis in self.columns]))
 
     def paper_value(self, row: str, column: tuple[str, ...], measure: str) -> float | None:
-        """The paper's figure in percent."""
+        """The figure of the paper, in percent."""
         values = self.paper.get(measure, {}).get(row)
         return None if values is None else values[self.all_columns().index(column)]
 
     def cuts(self, scale: str, seeds: Sequence[int] | None = None, only: Sequence[str] = ()) -> list[str]:
-        """What these cells have otherwise than at the scale `paper`, a line a key, found by comparing experiments."""
+        """How these cells differ from the scale `paper`, one line per key, found by comparing experiments."""
         here, there = self.cells(scale, [0], only), self.cells("paper", [0], only)
         found: dict[str, dict[tuple[str, str], list[Mapping[str, Label]]]] = {}
         for cell, full in zip(here, there, strict=True):
@@ -191,12 +191,12 @@ class Suite:
         return lines if ours == theirs else [*lines, f"seeds: {ours} instead of {theirs}"]
 
     def departures(self, scale: str, only: Sequence[str] = ()) -> list[str]:
-        """What the rules of these cells say about how they differ from the paper, at every scale."""
+        """How these cells differ from the paper at every scale, as their rules state."""
         cells = [{**cell.labels, "scale": scale} for cell in self.cells(scale, [0], only)]
         return [rule.departure for rule in self.rules if rule.departure and any(map(rule.fits, cells))]
 
     def _among(self, some: Sequence[Mapping[str, Label]], every: Sequence[Mapping[str, Label]]) -> str:
-        """Which cells these are, told by as few axes as it takes."""
+        """Describe these cells with as few axes as possible."""
         if len(some) == len(every):
             return ""
         for count in range(1, len(self.axes) + 1):
@@ -207,7 +207,7 @@ class Suite:
         return ""
 
     def _chosen(self, every: list[dict[str, Label]], only: Sequence[str]) -> list[dict[str, Label]]:
-        """Terms about the same axes are alternatives; those about different ones must all hold."""
+        """Terms on the same axes are alternatives. Terms on different axes must all hold."""
         wanted: dict[tuple[str, ...], dict[str, set[str]]] = {}
         for term in only:
             matches = self._matches(term)
@@ -221,7 +221,7 @@ class Suite:
         ]
 
     def _matches(self, term: str) -> dict[str, list[str]]:
-        """The labels that a term such as `mnist` or `ir=100` names, by axis: equal to it, else containing it."""
+        """The labels, by axis, that match a term such as `mnist` or `ir=100`: equal to it, or else containing it."""
         axis, equals, value = term.partition("=")
         axes = [axis] if equals else list(self.axes)
         word = _plain(value if equals else term)
@@ -237,7 +237,7 @@ class Suite:
         return found
 
     def _aliases(self, axis: str, label: Label) -> set[str]:
-        """The label, and what its rules call the source or the method: `cifar10` is not a part of CIFAR-100-LT."""
+        """The label, and its source or method in the rules: `cifar10` is not a part of CIFAR-100-LT."""
         words = {_plain(text(label))}
         for rule in self.rules:
             if rule.when.keys() == {axis} and _alternatives(rule.when[axis]) == [label]:
@@ -250,19 +250,19 @@ class Suite:
 
 
 def names() -> list[str]:
-    """The suites that come with redgrape."""
+    """The names of the suites included in redgrape."""
     return sorted(path.stem for path in _folder().glob("*.toml") if path.stem != SETTINGS)
 
 
 def load(name: str) -> Suite:
-    """The suite of this name."""
+    """Load the suite of this name."""
     if name not in names():
         raise unknown("suite", name, names())
     return read(_folder() / f"{name}.toml")
 
 
 def read(path: Path) -> Suite:
-    """A suite from its file, which stands beside the settings that it shares with others."""
+    """Read a suite from its file. The shared settings are in the same folder."""
     settings = _parsed(path.with_name(f"{SETTINGS}.toml"), Settings)
     described = _parsed(path, Description)
     cells = (
@@ -289,7 +289,7 @@ def read(path: Path) -> Suite:
 
 
 def _check(suite: Suite, path: Path) -> None:
-    """Raise ConfigError where a suite's parts do not fit together."""
+    """Raise ConfigError if the parts of a suite are inconsistent."""
 
     def require(holds: bool, message: str) -> None:
         if not holds:
@@ -315,14 +315,14 @@ def _check(suite: Suite, path: Path) -> None:
 
 
 def text(label: Any) -> str:
-    """A label as people write it: 100, not 100.0; different labels stay different."""
+    """A label as people write it: 100, not 100.0. Different labels stay different."""
     if isinstance(label, float) and math.isfinite(label):
         return f"{label:g}" if float(f"{label:g}") == label else repr(label)
     return str(label).lower() if isinstance(label, bool) else str(label)
 
 
 def label_text(axis: str, label: Label) -> str:
-    """With the axis where the value alone says too little."""
+    """The label, with its axis if the value alone is unclear."""
     if axis == "ir":
         return f"IR {text(label)}"
     return text(label) if isinstance(label, str) and "." not in axis else f"{axis} {text(label)}"
@@ -347,12 +347,12 @@ def _alternatives(wanted: Any) -> list[Any]:
 
 
 def _plain(word: str) -> str:
-    """For comparing names: fed_focal is Fed-Focal."""
+    """Normalise a name for comparison: fed_focal equals Fed-Focal."""
     return re.sub(r"[^a-z0-9.]", "", word.lower())
 
 
 def _merged(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Both, section by section; what changes says stands."""
+    """Merge both, section by section. `changes` takes precedence."""
     merged = dict(values)
     for name, value in changes.items():
         old = merged.get(name, {})

@@ -1,4 +1,4 @@
-"""Which cells have been run: found by what decides their result, in the folder of runs, then among the records.
+"""Find the cells that have been run, by everything that determines their result: first in the runs, then in records.
 
 A record is a finished run without its weights: experiment.toml, environment.json, metrics.jsonl and summary.json.
 """
@@ -25,23 +25,23 @@ from redgrape.runs.folder import try_lock
 from redgrape.runs.run import REMEDY, Present, file_digests
 
 DAMAGED = "damaged: "
-CHANGED = "not what is asked for: "
+CHANGED = "does not match the request: "
 RECORD = ("experiment.toml", "environment.json", "metrics.jsonl", "summary.json")
 
 
 @dataclass(frozen=True)
 class Standing:
-    """A cell, and how far it is."""
+    """A cell and its progress."""
 
     cell: Cell
-    view: RunView | None = None  # of the finished or begun run
+    view: RunView | None = None  # the finished or unfinished run
     is_record: bool = False
-    obstacle: str = ""  # why it cannot be run, or was not
-    passed_over: str = ""  # a record that is not taken, and why
+    obstacle: str = ""  # why it cannot be run or was not run
+    passed_over: str = ""  # a record that is not used, and why
 
     @property
     def is_refused(self) -> bool:
-        """Whether there is a run of it that cannot be taken."""
+        """Whether the cell has a run that cannot be used."""
         return self.obstacle.startswith((DAMAGED, CHANGED))
 
     @property
@@ -66,8 +66,8 @@ class Standing:
 def standings(
     cells: Sequence[Cell], runs: Path, records: Path, root: Path | None = None, present: Present | None = None
 ) -> list[Standing]:
-    """The cells in their order. Where several runs are of one cell, the one that got furthest counts. With `present`,
-    none is taken that is of other data or files than there are now; without, that is not asked."""
+    """The progress of each cell, in order. If a cell has several runs, the one with the most rounds counts. With
+    `present`, runs on other data or files than the current ones are not used; without it, this is not checked."""
     found = _Found(cells, root, present)
     found.look_into(runs, is_record=False)
     found.look_into(records, is_record=True)
@@ -75,14 +75,14 @@ def standings(
 
 
 def recorded(cells: Sequence[Cell], records: Path) -> set[str]:
-    """The identities of those cells that have a record."""
+    """The identities of the cells that have a record."""
     found = _Found(cells, None, None)
     found.look_into(records, is_record=True)
     return set(found.best)
 
 
 class _Found:
-    """By identity: the run that got furthest, and what is wrong with one that cannot be taken."""
+    """For each identity, the run with the most rounds, and what is wrong with an unusable one."""
 
     def __init__(self, cells: Sequence[Cell], root: Path | None, present: Present | None) -> None:
         self._wanted = {cell.identity: cell for cell in cells}
@@ -121,7 +121,7 @@ class _Found:
         return self._present.changes(experiment, environment, is_record=standing.is_record)
 
     def standing(self, cell: Cell) -> Standing:
-        """Of this cell; two cells of a suite may be the same experiment."""
+        """The standing of this cell. Two cells of a suite may be the same experiment."""
         found, passed_over = self.best.get(cell.identity), self._passed_over.get(cell.identity, "")
         if found is not None and found.finished:
             return Standing(cell, found.view, found.is_record, passed_over=passed_over)
@@ -133,7 +133,7 @@ class _Found:
 
 @contextmanager
 def choosing(runs: Path) -> Iterator[None]:
-    """Held by one process at a time, while it looks which runs there are and begins one of its own."""
+    """A lock that one process holds while it looks for existing runs and begins its own."""
     with durable.storage_errors("lock", runs):
         runs.mkdir(parents=True, exist_ok=True)
         file = (runs / ".choosing").open("ab")
@@ -144,7 +144,7 @@ def choosing(runs: Path) -> Iterator[None]:
 
 
 def _identity_of(path: Path, methods: Container[tuple[str, int]]) -> str | None:
-    """What the run in this folder is a run of. A method that no cell asks for is not even loaded: it may be a file."""
+    """The identity of the run in this folder. A method that no cell uses is not loaded: it may be a code file."""
     try:
         described = tomllib.loads((path / "experiment.toml").read_text(encoding="utf-8"))
         if (described["method"]["name"], described["seed"]) not in methods:
@@ -154,12 +154,12 @@ def _identity_of(path: Path, methods: Container[tuple[str, int]]) -> str | None:
         if files and (path / "environment.json").exists():
             files = json.loads((path / "environment.json").read_bytes()).get("files", files)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RedgrapeError):
-        return None  # no run of ours, or one of another version
+        return None  # not one of our runs, or one of another version
     return identity(experiment, files)
 
 
 def missing_data(experiment: Experiment, root: Path | None = None) -> str:
-    """Which public data set is missing to run this, in a few words; nothing is opened."""
+    """Name the public data set that is missing for this cell, if any. No file is opened."""
     source = experiment.data.source
     if source in DATASETS:
         folder = data_root(root) / DATASETS[source].folder
@@ -169,7 +169,7 @@ def missing_data(experiment: Experiment, root: Path | None = None) -> str:
 
 
 def record(standing: Standing, folder: Path) -> Path:
-    """Copy a finished run, without its weights, to where it is found as a record."""
+    """Copy a finished run, without its weights, to the records."""
     if standing.view is None or not standing.finished:
         raise StorageError(f"'{standing.cell.name}' is not finished and cannot be recorded")
     path = folder / standing.cell.folder
@@ -180,7 +180,7 @@ def record(standing: Standing, folder: Path) -> Path:
 
 
 def described(standing: Standing) -> dict[str, Any]:
-    """For machines: the cell and how far it is."""
+    """The cell and its progress, for JSON."""
     return {
         "name": standing.cell.name,
         "labels": {axis: plain(label) for axis, label in standing.cell.labels.items()},

@@ -1,4 +1,4 @@
-"""The user's own grids: `key=v1,v2` for each axis, as a suite."""
+"""The user's own grids as suites. Each axis is written as `key=v1,v2`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def suite(
     seeds: Sequence[int],
     reference: str | None = None,
 ) -> Suite:
-    """All combinations of the values, a row each; without a reference, the others are compared with the first."""
+    """All combinations of the values, one row each. Rows are compared with the reference, by default the first row."""
     axes: dict[str, Sequence[Label]] = {}
     for assignment in assignments:
         key, values = axis(assignment)
@@ -50,7 +50,7 @@ def suite(
 
 
 def tuning(axes: Mapping[str, Sequence[Label]]) -> list[str]:
-    """What must be said where a grid over hyper-parameters is shown on the test set."""
+    """A warning if a grid over hyper-parameters is evaluated on the test set."""
     varied = [key for key, values in axes.items() if len(values) > 1 and key.startswith(("method.", "net."))]
     chosen = ", ".join(key for key in varied if key != "method.name")
     advice = "choose with -c data.validation=10 --on validation"
@@ -58,7 +58,7 @@ def tuning(axes: Mapping[str, Sequence[Label]]) -> list[str]:
 
 
 def axis(assignment: str) -> tuple[str, list[Label]]:
-    """`method.lam=0.1,1` -> the key and its values, each read as -c reads it."""
+    """Split `method.lam=0.1,1` into the key and its values. Each value is read as by -c."""
     key, equals, text = assignment.partition("=")
     key = key.strip()
     if not equals or not key or not text.strip():
@@ -79,7 +79,7 @@ def value(key: str, text: str) -> Label:
 
 
 def split(text: str) -> list[str]:
-    """At commas, except inside brackets or quotes: the whole of `[0,1],[2]` is two values."""
+    """Split at commas, except inside brackets or quotes: `[0,1],[2]` is two values."""
     parts, part = [], ""
     for piece in text.split(","):
         part = f"{part},{piece}" if part else piece

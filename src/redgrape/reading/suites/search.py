@@ -1,7 +1,7 @@
-"""Search for hyper-parameters with Optuna, on the validation set: the test set is not looked at.
+"""Hyper-parameter search with Optuna on the validation set. The test set is not used.
 
-The sampler is seeded, and what it proposes follows from the results before. So a search that was killed goes on without
-a database: the same proposals come again, and their runs are found finished.
+The sampler is seeded, and its proposals depend only on earlier results. So a killed search resumes without a database:
+the same proposals come again, and their runs are already finished.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _RANGE = re.compile(r"(?P<low>[^,]+?)\.\.(?P<high>[^,]+?)(?P<log>:log)?")
 
 @dataclass(frozen=True)
 class Range:
-    """All numbers from low to high, evenly or by their order of magnitude; whole ones where both ends are."""
+    """Numbers from low to high, on a linear or log scale. If both ends are integers, only integers."""
 
     low: int | float
     high: int | float
@@ -32,7 +32,7 @@ Space = Mapping[str, "Range | list[Label]"]
 
 
 def space(assignments: Sequence[str]) -> Space:
-    """`method.lam=0.01..1:log` is a range, `method.norm=joint,per_tensor` a choice."""
+    """Parse the search space. `method.lam=0.01..1:log` is a range, `method.norm=joint,per_tensor` a choice."""
     found: dict[str, Range | list[Label]] = {}
     for assignment in assignments:
         key, _, text = assignment.partition("=")
@@ -58,7 +58,7 @@ def _is_number(value: Label) -> bool:
 def proposals(
     space: Space, trials: int, score: Callable[[Mapping[str, Label]], float | None]
 ) -> Iterator[dict[str, Label]]:
-    """Each proposal, after it has been scored. A score of None is a failure, from which the sampler learns nothing."""
+    """Yield each proposal after it is scored. A score of None is a failure, and the sampler ignores it."""
     optuna = _optuna()
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     study = optuna.create_study(direction="maximize", sampler=optuna.samplers.TPESampler(seed=0))
@@ -84,7 +84,7 @@ def _suggest(trial: Any, key: str, choice: Range | list[Label]) -> Label:
     whole = isinstance(choice.low, int) and isinstance(choice.high, int)
     suggest = trial.suggest_int if whole else trial.suggest_float
     number: int | float = suggest(key, choice.low, choice.high, log=choice.log)
-    return number if whole else float(f"{number:.4g}")  # as it is printed, so that the best can be typed again
+    return number if whole else float(f"{number:.4g}")  # as printed, so the best value can be typed again
 
 
 def _has_lists(choice: list[Label]) -> bool:

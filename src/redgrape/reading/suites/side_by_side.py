@@ -1,4 +1,4 @@
-"""Several cells at once: processes that do the same work, each passing over what another has in hand."""
+"""Run several cells at once, in processes with the same work list. Each skips cells that another is running."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from redgrape.reading.suites.found_cells import Standing
 
 
 def shares(standings: Sequence[Standing], workers: int, asked: int | None = None) -> tuple[int, int]:
-    """How many cells at once, and with how many workers each.
+    """The number of cells to run at once, and the workers for each.
 
-    A round of K clients keeps K workers busy at most. So where there are 2 K of them, two cells at once are faster.
+    A round of K clients keeps at most K workers busy. So with 2 K workers, two cells at once are faster.
     """
     left = {s.cell.identity: s.cell.experiment for s in standings if not s.finished and not s.obstacle}
     most = max((e.clients_per_round or e.data.clients for e in left.values()), default=workers)
@@ -27,7 +27,7 @@ def shares(standings: Sequence[Standing], workers: int, asked: int | None = None
 
 
 def carry_out(work: Callable[..., object], arguments: Sequence[Any], processes: int) -> None:
-    """Call `work` in so many processes. What goes wrong there is met again by whoever does the work afterwards."""
+    """Call `work` in this many processes. Errors are ignored: the caller repeats the work and meets them again."""
     context = multiprocessing.get_context("spawn")
     started = []
     try:
@@ -47,6 +47,6 @@ def carry_out(work: Callable[..., object], arguments: Sequence[Any], processes: 
 
 def _carry_out(work: Callable[..., object], arguments: Sequence[Any]) -> None:
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG: when the parent ends
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG: signal sent when the parent ends
     with suppress(KeyboardInterrupt, RedgrapeError):
         work(*arguments)

@@ -1,4 +1,4 @@
-"""A suite's results as tables: Markdown, LaTeX, CSV and JSON; ours beside the paper's, and what they cannot say."""
+"""Results of a suite as Markdown, LaTeX, CSV and JSON tables, next to the paper's figures, with notes."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from redgrape.reading.suites.statistics import FEWEST_SEEDS, Paired, paired
 from redgrape.runs import durable
 from redgrape.runs.run import DECIDING, LAST
 
-TOO_SHORT = 2 * LAST  # in a run of fewer rounds, the mean of the last ones is one over most of the training
-RISE = 0.01  # a run whose accuracy rose by more than this over the last rounds is still learning
+TOO_SHORT = 2 * LAST  # in shorter runs, the mean of the last rounds covers most of the training
+RISE = 0.01  # a run is still learning if its accuracy rose by more than this in the last rounds
 DASH = "–"
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One place of the table."""
+    """One entry of the table."""
 
     row: str
     column: tuple[str, ...]
     measure: str
     values: Mapping[int, float]  # by seed
-    seeds: int  # asked for
+    seeds: int  # number requested
     paper: float | None  # in percent
     extra_data: bool
     comparisons: Mapping[str, Paired]  # by reference
@@ -48,7 +48,7 @@ class Entry:
 
     @property
     def difference(self) -> float | None:
-        """Ours minus the paper's, in points."""
+        """Our figure minus that of the paper, in points."""
         return None if self.mean is None or self.paper is None else 100 * self.mean - self.paper
 
 
@@ -65,7 +65,7 @@ class Table:
     command: str
 
     def at(self, row: str, column: tuple[str, ...], measure: str) -> Entry:
-        """The entry there; an empty one where the choice of cells left it out."""
+        """The entry at this place. It is empty if the selection of cells excludes it."""
         found = (e for e in self.entries if (e.row, e.column, e.measure) == (row, column, measure))
         return next(found, Entry(row, column, measure, {}, 0, None, False, {}))
 
@@ -119,7 +119,7 @@ def build(
 
 
 def _of_one_split(standings: Sequence[Standing]) -> list[Standing]:
-    """The standings without runs that are of other data than the others of their seed and data options."""
+    """The standings, without runs whose data differs from others with the same seed and data options."""
     other = other_data([s.view for s in standings if s.view is not None and s.finished])
     return [
         replace(s, view=None, obstacle=f"cannot be compared: '{s.view.path}': {other[s.view.path]}")
@@ -144,7 +144,7 @@ def _by_seed(group: Sequence[Standing], measure: str, on: str) -> dict[int, floa
 
 
 def _notes(standings: Sequence[Standing], on: str) -> list[str]:
-    """What a reader must know before comparing rows."""
+    """Notes that a reader needs before comparing rows."""
     finished = [s for s in standings if s.finished]
     notes = []
     if finished:
@@ -182,7 +182,7 @@ def _notes(standings: Sequence[Standing], on: str) -> list[str]:
 
 
 def _machines(finished: Sequence[Standing]) -> list[str]:
-    """Which cells were made on which versions and machines, where that is not the same for all that tell it."""
+    """Notes on versions and machines, if the cells that record them differ."""
     lines = []
     for name in DECIDING:
         made: dict[str, list[str]] = {}
@@ -198,18 +198,18 @@ def _machines(finished: Sequence[Standing]) -> list[str]:
 
 
 def _varying_axes(standings: Sequence[Standing]) -> list[str]:
-    """Those by which the cells can be told apart."""
+    """The axes that distinguish the cells."""
     labels = [s.cell.labels for s in standings]
     return [axis for axis in labels[0] if any(other[axis] != labels[0][axis] for other in labels)]
 
 
 def _name(standing: Standing, axes: Iterable[str]) -> str:
-    """The cell by these axes, whatever its seed."""
+    """The name of a cell on these axes, without its seed."""
     return ", ".join(label_text(axis, standing.cell.labels[axis]) for axis in axes)
 
 
 def _rises(view: RunView, on: str) -> bool:
-    """Whether the last rounds are better, by more than RISE, than the twenty before them."""
+    """Whether the last rounds are better than the twenty before them by more than RISE."""
     evaluated = [(r["round"], r[on]["accuracy"]) for r in view.metrics if on in r]
     last = [accuracy for _, accuracy in evaluated[-LAST:]]
     begin = evaluated[-LAST][0] if len(evaluated) > LAST else 0
@@ -223,7 +223,7 @@ def _list(numbers: Iterable[int]) -> str:
 
 @dataclass(frozen=True)
 class Text:
-    """What stands in one place of a block."""
+    """One cell of a block."""
 
     text: str
     bold: bool = False
@@ -231,7 +231,7 @@ class Text:
 
 @dataclass(frozen=True)
 class Block:
-    """A part of the table that fits on a page: one value of the first column axis."""
+    """A part of the table that fits on a page, for one value of the first column axis."""
 
     title: str
     header: list[str]
@@ -239,7 +239,7 @@ class Block:
 
 
 def blocks(table: Table) -> list[Block]:
-    """Results, then comparisons, for those columns in which something is finished."""
+    """Results, then comparisons, for the columns with finished cells."""
     found = []
     for title, columns in _groups(table):
         places = [(column, measure) for column in columns for measure in table.suite.measures]
@@ -260,7 +260,7 @@ def blocks(table: Table) -> list[Block]:
 
 
 def _groups(table: Table) -> list[tuple[str, list[tuple[str, ...]]]]:
-    """The columns with something finished in them, by their first part where there are several."""
+    """The columns with finished cells, grouped by their first part if they have several."""
     done = {entry.column for entry in table.entries if entry.values}
     groups: dict[str, list[tuple[str, ...]]] = {}
     for column in table.columns:
@@ -282,7 +282,7 @@ def _comparison(table: Table, title: str, places: Sequence[tuple[tuple[str, ...]
 
 
 def _called(row: str) -> str:
-    """A row whose label is 0.1 is not to be taken for the number."""
+    """The row in words. A row labelled 0.1 must not be mistaken for a number."""
     return row if any(map(str.isalpha, row)) else f"row {row}"
 
 
@@ -307,7 +307,7 @@ def _column_title(table: Table, column: tuple[str, ...], measure: str) -> str:
 
 
 def _best(entries: Sequence[Entry]) -> list[Entry]:
-    """Those with the highest mean as it is printed, where there is one to be better than."""
+    """The entries with the highest printed mean, if there is another entry to compare with."""
     means = [round(100 * entry.mean, 2) for entry in entries if entry.mean is not None]
     if len(set(means)) < 2:
         return []
@@ -331,7 +331,7 @@ def _points(value: float | None) -> str:
 
 
 def caption(table: Table) -> list[str]:
-    """The lines that stand below the table in every format."""
+    """The lines below the table, in every format."""
     measure = f"{TITLES[table.suite.measures[0]]} " if len(table.suite.measures) == 1 else ""
     averaged = {len(s.view.summary["averaged_rounds"]) for s in table.standings if s.view and s.view.summary}
     over = "" if len(averaged) != 1 else f"the last {min(averaged)} rounds"
@@ -375,14 +375,14 @@ def markdown(table: Table) -> str:
 
 
 def insert(table: Table, page: str) -> str:
-    """The page with the table in place of what stood between its marks."""
+    """The page with the table inserted between its marks. It replaces the old content."""
     begin, end = marks(table.suite.name, table.scale, page)
     before, _, rest = page.partition(begin)
     return f"{before}{begin}\n{markdown(table)}{end}{rest.partition(end)[2]}"
 
 
 def marks(suite: str, scale: str | None, page: str) -> tuple[str, str]:
-    """Between which a page has the table of this suite; ConfigError where it has no place for it."""
+    """The marks around the table of this suite in a page. Raise ConfigError if the page lacks them."""
     begin, end = (f"<!-- {suite} {scale}:{edge} -->" for edge in ("begin", "end"))
     if end not in page.partition(begin)[2]:
         raise ConfigError(f"the page has no place for this table; put {begin} and {end} where it should stand")
@@ -405,7 +405,7 @@ _MARKUP = re.compile(r"[\\`*|<~]|&(?=[#\w])|\](?=[(\[:])|(?<![^\W_])_|_(?![^\W_]
 
 
 def _markdown(words: str) -> str:
-    """Text, not markup: a label may be anything that a user has typed."""
+    """Escape Markdown. A label may contain anything that a user typed."""
     return " ".join(_MARKUP.sub(r"\\\g<0>", words).split())
 
 
@@ -435,7 +435,7 @@ def latex(table: Table) -> str:
 _LATEX = {
     "\\": r"\textbackslash{}",
     **{character: f"\\{character}" for character in "&%$#_{}"},
-    **{character: f"{{{character}}}" for character in "[*"},  # after a line's \\ they would be taken for its options
+    **{character: f"{{{character}}}" for character in "[*"},  # after \\ they would be read as options
     "~": r"\textasciitilde{}",
     "^": r"\textasciicircum{}",
     "<": r"\textless{}",
@@ -452,7 +452,7 @@ def _latex(words: str) -> str:
 
 
 def as_csv(table: Table) -> str:
-    """A line for each place of the table; accuracies in percent."""
+    """One line per entry of the table. Accuracies are in percent."""
     axes = [*table.suite.rows, *table.suite.columns]
     references = list(table.suite.references)
     file = io.StringIO()
@@ -474,7 +474,7 @@ def as_csv(table: Table) -> str:
 
 
 def _csv(words: str) -> str:
-    """Text that no spreadsheet takes for a formula. Numbers among the labels stay numbers."""
+    """Text that no spreadsheet reads as a formula. Numeric labels stay numbers."""
     try:
         float(words)
     except ValueError:
@@ -487,7 +487,7 @@ def _times100(value: float | None) -> float | None:
 
 
 def as_values(table: Table) -> dict[str, Any]:
-    """For machines: accuracies as shares of one, the paper's in percent as it prints them."""
+    """The table for JSON. Accuracies are fractions; those of the paper are in percent, as printed there."""
     return {
         "suite": table.suite.name,
         "title": table.suite.title,
@@ -525,7 +525,7 @@ def as_values(table: Table) -> dict[str, Any]:
 
 
 def write(table: Table, folder: Path) -> None:
-    """table.md, table.tex, table.csv and table.json."""
+    """Write table.md, table.tex, table.csv and table.json."""
     with durable.storage_errors("make", folder):
         folder.mkdir(parents=True, exist_ok=True)
     for name, content in {
@@ -538,7 +538,7 @@ def write(table: Table, folder: Path) -> None:
 
 
 def _not_run(table: Table) -> str:
-    """The cells that are not in the table, by name."""
+    """List the cells that are missing in the table, by name."""
     missing = [standing for standing in table.standings if not standing.finished]
     lines = [f"- {_markdown(standing.cell.name)}: {_markdown(standing.state)}" for standing in missing]
     return "\n".join(["", "Not run:", "", *lines, ""]) if lines else ""
