@@ -327,7 +327,7 @@ def test_a_change_before_the_first_round_is_no_matter(tmp_path: Path, tiny: Valu
     assert isinstance(federation, Federation)
     environment = run._checked_environment(prepared, federation, None, None)
     assert environment is not None
-    folder.write_environment(environment, prepared.federation)
+    folder.write_environment(environment, federation)
     path = folder.path / "environment.json"
     before = {**json.loads(path.read_bytes()), "torch": "ancient"}
     checksums.write(folder.path, {path.name: json.dumps(before).encode()})
