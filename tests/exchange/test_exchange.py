@@ -400,8 +400,8 @@ REFUSED: list[tuple[dict[str, Any], Parts, dict[str, Any], str]] = [
         ({"rule": rule}, DELTA, {"summed": True}, f"a secure sum shows no single updates, and exchange.rule={rule} com")
         for rule in ("median", "trimmed_mean", "krum", "multi_krum", "norm_clipping")
     ],
-    ({"rule": "norm_clipping"}, WEIGHING, {}, "exchange.rule=norm_clipping keeps the weights that clients have"),
-    ({"rule": "multi_krum"}, WEIGHING, {}, "exchange.rule=multi_krum keeps the weights that clients have"),
+    ({"rule": "norm_clipping"}, WEIGHING, {}, "exchange.rule=norm_clipping keeps the clients' weights"),
+    ({"rule": "multi_krum"}, WEIGHING, {}, "exchange.rule=multi_krum keeps the clients' weights"),
     ({"rule": "median"}, REAL, {}, "the server adds parts of the updates up, and exchange.rule=median gives no sum"),
     ({"rule": "trimmed_mean"}, WHOLE, {}, "the server adds parts of the updates up, and exchange.rule=trimmed_mean gi"),
     ({"rule": "norm_clipping"}, RUNNING, {}, "clients keep track of what they add to a running sum"),
@@ -503,7 +503,7 @@ def test_presets() -> None:
 )
 def test_a_floor_that_no_round_can_reach_is_refused(settings: dict[str, Any], clients: int, counted: int) -> None:
     exchange = Exchange(**settings)
-    says = f"of a round's {clients} clients {counted} count: no class would ever be released"
+    says = f"{counted} of a round's {clients} clients count: no class would ever be released"
     with pytest.raises(ConfigError, match=says):
         exchange.check_fits(GRADIENTS, clients)
     exchange.check_fits(DELTA, clients)
