@@ -15,8 +15,8 @@ from redgrape.errors import ConfigError, StorageError
 from redgrape.reading import judged, terminal
 from redgrape.runs import checksums, durable
 from redgrape.runs.checksums import hash_of
+from redgrape.runs.figures import FIGURES
 
-FIGURES = ("accuracy", "balanced", "head", "middle", "tail")
 EXTRA_DATA = " †"
 TELLTALE = ("experiment.toml", "environment.json", "metrics.jsonl")  # files of a run folder
 TRIES = 3  # a run may be written to while it is read

@@ -6,9 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from redgrape.errors import ConfigError
+from redgrape.runs.figures import FIGURES
 from redgrape.training import Step
-
-FIGURES = ("accuracy", "balanced", "head", "middle", "tail", "loss")
 
 
 class TensorBoard:
@@ -43,7 +42,7 @@ def scalars(step: Step) -> dict[str, float]:
     }
     for judged_on in ("test", "validation"):
         if judged_on in record:
-            values |= {f"{judged_on}/{figure}": record[judged_on][figure] for figure in FIGURES}
+            values |= {f"{judged_on}/{figure}": record[judged_on][figure] for figure in (*FIGURES, "loss")}
     return {name: value for name, value in values.items() if value is not None}
 
 

@@ -28,6 +28,7 @@ from redgrape.privacy.disclosure import told_by
 from redgrape.privacy.ledger import PrivacyLedger
 from redgrape.runs.durable import ordinary
 from redgrape.runs.experiment import Experiment
+from redgrape.runs.figures import FIGURES
 from redgrape.runs.folder import RunFolder
 from redgrape.training import RunState, Step, Training, exchanged
 from redgrape.tree import Tensors, Tree
@@ -35,7 +36,6 @@ from redgrape.tree import Tensors, Tree
 LAST = 10  # the result of a run is the mean of this many last evaluations, as in the paper
 DECIDING = ("redgrape", "torch", "numpy", "platform", "machine", "cpu", "device", "stack")  # what could change bits
 REMEDY = "restore the original, choose another folder with --out, or run it again with --overwrite"
-FIGURES = ("accuracy", "balanced", "head", "middle", "tail")
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from redgrape.reading import run_tables
 from redgrape.reading.terminal import lines, printable
 from redgrape.runs import durable
 from redgrape.runs.experiment import Experiment, override, put, read_toml
+from redgrape.runs.figures import FIGURES
 from redgrape.runs.folder import RunFolder
 from redgrape.runs.run import REMEDY, Present, Run
 
@@ -93,7 +94,7 @@ def compare(options: argparse.Namespace) -> None:
     durable.replace_file(options.out / "table.md", text.encode())
     if options.json:
         run_tables.draw_per_class(results, picture)
-        values = {r.label: {figure: r.values(figure) for figure in run_tables.FIGURES} for r in results}
+        values = {r.label: {figure: r.values(figure) for figure in FIGURES} for r in results}
         extra_data = [r.label for r in results if r.title != r.label]
         print(json.dumps({"table": values, "extra_data": extra_data, "notes": notes, "picture": str(picture)}))
         return

@@ -28,8 +28,9 @@ import tomli_w
 
 from redgrape.reading import judged
 from redgrape.reading.page.reading import Reading
-from redgrape.reading.run_tables import EXTRA_DATA, FIGURES, cell, other_data, run_label
+from redgrape.reading.run_tables import EXTRA_DATA, cell, other_data, run_label
 from redgrape.reading.terminal import printable
+from redgrape.runs.figures import FIGURES
 
 LAST = 10  # the result of an unfinished run is the mean of up to this many evaluations so far
 GROUPS = ("head", "middle", "tail")

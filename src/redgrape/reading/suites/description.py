@@ -14,9 +14,9 @@ from typing import Any, Literal, TypeAlias, TypeVar, get_args
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from redgrape.errors import ConfigError, unknown
-from redgrape.reading.run_tables import FIGURES
 from redgrape.runs.checksums import hash_of
 from redgrape.runs.experiment import Experiment, put, read_toml
+from redgrape.runs.figures import FIGURES
 from redgrape.runs.run import file_digests
 from redgrape.validation import one_line
 

@@ -8,9 +8,9 @@ from dataclasses import replace
 from typing import Any
 
 from redgrape.errors import ConfigError
-from redgrape.reading.run_tables import FIGURES
 from redgrape.reading.suites.description import Label, Suite
 from redgrape.runs.experiment import override
+from redgrape.runs.figures import FIGURES
 
 
 def suite(
