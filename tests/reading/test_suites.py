@@ -728,7 +728,7 @@ def test_a_suite_that_has_not_been_reproduced_says_how(
     small: Path, command: Command, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.run(["report", "small"]) == 74
-    assert "`redgrape reproduce small` does" in capsys.readouterr().err
+    assert "run `redgrape reproduce small`" in capsys.readouterr().err
 
 
 def test_a_strangers_table_adds_nothing_to_the_page(small: Path, command: Command, tmp_path: Path) -> None:
