@@ -849,7 +849,7 @@ def test_more_memory_than_there_is(command: Command, toml: Path, tmp_path: Path,
     before = tree_of(tmp_path)
     outcome = command("run", toml, "--method", method, "--workers", workers, "--out", "r")
     assert (outcome.code, outcome.out) == (2, "")
-    assert "not enough memory" in outcome.err
+    assert "not enough memory; choose a smaller net" in outcome.err
     assert "Traceback" not in outcome.err
     assert tree_of(tmp_path) == before
 
