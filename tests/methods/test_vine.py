@@ -47,8 +47,8 @@ def federation(sizes: list[list[int]] = SIZES) -> rg.Federation:
     return rg.Federation([draw(row) for row in sizes], draw([3] * C), C)
 
 
-def trained(method: Any, rounds: int = 5, **options: Any) -> list[Any]:
-    with Training(method, federation(), net, rounds=rounds, seed=4, **options) as training:
+def trained(method: Any, rounds: int = 5, sizes: list[list[int]] = SIZES, **options: Any) -> list[Any]:
+    with Training(method, federation(sizes), net, rounds=rounds, seed=4, **options) as training:
         return [step.state for step in training.steps()]
 
 
@@ -100,7 +100,7 @@ def test_G_is_the_sum_of_all_clients_latest_gradients(summed: bool) -> None:
             expected = {name: torch.zeros_like(t) for name, t in state.server["G"].items()}
             for k, model in models.items():
                 site = half.site(k, state.round)
-                for name, g in method._summed_gradient(site.load(model), weights, site).items():
+                for name, g in method._summed_gradient(site.load(model), {"class_weights": weights}, site).items():
                     expected[name] += g
             for name, t in expected.items():
                 close(state.server["G"][name], t, 1e-12)
@@ -115,7 +115,7 @@ def test_a_gradient_by_hand() -> None:
     build = lambda: _linear(2)  # noqa: E731
     data = rg.Federation([rg.Examples(h, torch.tensor([0, 0, 1]))], rg.Examples(h, torch.tensor([0, 0, 1])), 2)
     site = ClientHalf(Vine(), data, build, 0, 1, torch.device("cpu")).site(0, 1)
-    found = Vine()._summed_gradient(build(), torch.ones(2, dtype=torch.float64), site)
+    found = Vine()._summed_gradient(build(), {"class_weights": torch.ones(2, dtype=torch.float64)}, site)
     close(found["weight"], torch.tensor([[-0.5 * 1 + 3, -0.5 * 2 + 3], [0.5 * 1 - 3, 0.5 * 2 - 3]]), 1e-6)
     close(found["bias"], torch.tensor([0.0, 0.0]), 1e-6)
 
@@ -135,6 +135,33 @@ def test_classes_with_few_holders_are_left_out_by_everybody() -> None:
     bias = left[-1].server["G"]["bias"]
     assert bias[3] > 0 > bias[2]  # examples of a class push its own bias up: only those of others push it down
     close(bias.sum(), torch.tensor(0.0, dtype=torch.float64))
+
+
+def test_a_margin_is_the_gradient_of_logit_adjusted_losses() -> None:
+    """Against autograd: G is the sum over the classes of the gradient of their mean loss CE(z + tau log pi, y)."""
+    method = Vine(margin=0.7, **SMALL)
+    (state,) = trained(method, rounds=1)
+    data, model = federation(), net()
+    counts = torch.tensor(SIZES).sum(dim=0).double()
+    loss = torch.zeros((), dtype=torch.float64)
+    for k in range(len(SIZES)):
+        mine = data.client(k)
+        x, y = mine.inputs(torch.arange(len(mine)), torch.float64), mine.labels
+        each = nn.functional.cross_entropy(model(x) + 0.7 * torch.log(counts / counts.sum()), y, reduction="none")
+        for c in y.unique():
+            loss = loss + each[y == c].mean() * state.server["class_weights"][c]
+    gradients = torch.autograd.grad(loss, list(model.classifier.parameters()))
+    for name, g in zip(("weight", "bias"), gradients, strict=True):
+        close(state.server["G"][name], g)
+
+
+def test_a_margin_changes_nothing_if_classes_are_equally_frequent() -> None:
+    """A constant added to all logits leaves the softmax as it is."""
+    without, with_margin = (
+        trained(Vine(margin=tau, **SMALL), sizes=[[6, 1, 0, 3], [0, 5, 6, 3]]) for tau in (0.0, 1.0)
+    )
+    for name, t in without[-1].server["model"].items():
+        close(with_margin[-1].server["model"][name], t)
 
 
 def test_the_correction_is_zero_at_the_first_step() -> None:

@@ -34,6 +34,7 @@ from redgrape.exchange import Direction, Parts, Received, Sum
 from redgrape.learning import classifier, rebalancing
 from redgrape.learning.class_draws import balanced
 from redgrape.learning.features import features
+from redgrape.learning.prior import log_prior
 from redgrape.learning.schedule import Schedule, decay
 from redgrape.method import ClientSite, ServerSite, Site
 from redgrape.methods.fedavg import FedAvg
@@ -52,6 +53,7 @@ class Vine(FedAvg):
     weights: Literal["holders", "counts"] = Field(
         "holders", description="weights within a class: equal for its clients, or by examples"
     )
+    margin: float = Field(0.0, ge=0, le=100, description="tau: the class prior's weight in the logits of M_k")
     min_holders: int = Field(1, ge=1, le=10**6, description="leave out a class that fewer clients hold")
     correction: Literal["none", "real"] = Field("none", description="follow own examples of a class within a round")
     threshold: int = Field(8, ge=1, le=10**9, description="T: examples of a class that the correction uses")
@@ -69,20 +71,23 @@ class Vine(FedAvg):
 
     def survey(self, site: ClientSite) -> Tree:
         held = {"holders": (site.class_counts > 0).long()}
-        return held | ({"class_counts": site.class_counts} if self.weights == "counts" else {})
+        counted = self.weights == "counts" or self.margin > 0
+        return held | ({"class_counts": site.class_counts} if counted else {})
 
     def init_server(self, model: Tensors, site: ServerSite) -> Tree:
         W, holders = classifier.of(model), site.survey["holders"]
         number = holders if self.weights == "holders" else site.survey["class_counts"]
         weights = torch.where(holders >= self.min_holders, 1 / number.double().clamp(min=1), 0.0)
         server: dict[str, Any] = {"model": model, "G": _zeros(W), "class_weights": weights}
+        if self.margin:
+            server["margin"] = self.margin * log_prior(site.survey["class_counts"])
         if self.two_stream:
             server["W_hat"] = classifier.first(W, self.extra_init, site.generator("W_hat"))
         return server
 
     def broadcast(self, server: Tree) -> Tree:
         dtype = server["model"]["classifier.weight"].dtype
-        sent = {"model": server["model"], "class_weights": server["class_weights"]}
+        sent = {name: server[name] for name in ("model", "class_weights", "margin") if name in server}
         sent["G"] = {name: g.to(dtype) for name, g in server["G"].items()}
         return sent | ({"W_hat": server["W_hat"]} if self.two_stream else {})
 
@@ -92,7 +97,7 @@ class Vine(FedAvg):
     def client_update(self, broadcast: Tree, state: Tree, site: ClientSite) -> tuple[Tree, Tree]:
         net = self.load_for_training(broadcast["model"], site)
         W, W_hat = net.classifier, classifier.linear_like(net.classifier, broadcast.get("W_hat"))
-        gradient = self._summed_gradient(net, broadcast["class_weights"], site)  # M_k
+        gradient = self._summed_gradient(net, broadcast, site)  # M_k
         balance = Balance(self, broadcast, net, site)
         optimizer = self.make_optimizer([*net.parameters(), *W_hat.parameters()], site)
         losses = self.losses(net, site)
@@ -113,12 +118,13 @@ class Vine(FedAvg):
             update["delta_W_hat"] = tree.sub(tree.parameters(W_hat), broadcast["W_hat"])
         return update, state
 
-    def _summed_gradient(self, net: Net, class_weights: Tensor, site: ClientSite) -> Tensors:
+    def _summed_gradient(self, net: Net, broadcast: Tree, site: ClientSite) -> Tensors:
         """M_k, at the received model in evaluation mode."""
         own = site.class_counts.clamp(min=1) if self.weights == "holders" else torch.ones_like(site.class_counts)
-        weights = (class_weights / own).to(site.device, net.classifier.weight.dtype)
+        weights = (broadcast["class_weights"] / own).to(site.device, net.classifier.weight.dtype)
         batches = classifier.encoded(net, site, torch.arange(len(site.data)))
-        return {name: g.cpu() for name, g in classifier.weighted_gradient(net.classifier, batches, weights).items()}
+        gradient = classifier.weighted_gradient(net.classifier, batches, weights, _margin(broadcast, net))
+        return {name: g.cpu() for name, g in gradient.items()}
 
     def server_update(self, server: Tree, received: Received, site: ServerSite) -> Tree:
         total = received.total("gradient")
@@ -129,7 +135,7 @@ class Vine(FedAvg):
         moved: dict[str, Any] = {"model": received.moved(server["model"], self.server_lr)}
         if self.two_stream:
             moved["W_hat"] = tree.add(server["W_hat"], received.mean("delta_W_hat"), self.server_lr)
-        return {**moved, "G": G, "class_weights": server["class_weights"]}
+        return {**server, **moved, "G": G}
 
 
 class Balance:
@@ -139,6 +145,7 @@ class Balance:
         self.method, self.net, self.site = method, net, site
         self.lam = method.lam * decay(method.lam_schedule, site.round, site.rounds, method.lam_final)
         self.G = {name: g.to(site.device) for name, g in broadcast["G"].items()}
+        self.margin = _margin(broadcast, net)
         self.active = site.round > 1 and self.lam > 0
         real = site.class_counts >= method.threshold if method.correction == "real" else torch.zeros(0)
         real_classes = (real & (broadcast["class_weights"] > 0)).nonzero().flatten() if len(real) else real
@@ -166,8 +173,15 @@ class Balance:
         """The sum over L_bal of grad_c(D_bal), the mean gradient of each class."""
         assert self.drawn is not None
         x, y = self.drawn
-        summed = classifier.summed_gradient(self.net.classifier, features(self.net.encoder, x, "running"), y)
+        summed = classifier.summed_gradient(
+            self.net.classifier, features(self.net.encoder, x, "running"), y, self.margin
+        )
         return {name: g / self.method.threshold for name, g in summed.items()}
+
+
+def _margin(broadcast: Tree, net: Net) -> Tensor | float:
+    """tau log pi, added to the logits of M_k."""
+    return broadcast["margin"].to(net.classifier.weight) if "margin" in broadcast else 0.0
 
 
 def _zeros(like: Tensors) -> Tensors:
