@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,6 +15,7 @@ import redgrape as rg
 from redgrape import tree
 from redgrape.determinism import same_bits_everywhere
 from redgrape.engines import ClientHalf
+from redgrape.engines.in_process import InProcess
 from redgrape.errors import ConfigError
 from redgrape.methods.redgrape import RedGrape
 from redgrape.methods.vine import Vine
@@ -162,16 +164,57 @@ def test_no_drift_in_float32() -> None:
 @pytest.mark.parametrize(
     ("exchange", "words"),
     [
-        (rg.Exchange(rule="median"), "gives no sum"),
-        (rg.Exchange(rule="norm_clipping"), "keep track"),
+        *[(rg.Exchange(rule=rule), "malicious client") for rule in ("krum", "multi_krum", "norm_clipping")],
         (rg.Exchange(clip=1.0), "keep track"),
     ],
 )
-def test_what_a_running_sum_does_not_go_with(exchange: rg.Exchange, words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
+def test_a_running_sum_is_neither_clipped_nor_robust(exchange: rg.Exchange, words: str) -> None:
+    with pytest.raises(ConfigError, match=f"{words}.*; choose method.preset=stateless"):
         Training(Vine(), federation(), net, rounds=1, exchange=exchange)
-    if words == "keep track":  # without memory, nothing is remembered
-        assert exchange.refuses(exchanged(Vine(memory=False), _site())[0]) is None
+    assert exchange.refuses(exchanged(Vine(memory=False), _site())[0]) is None
+
+
+@pytest.mark.parametrize("rule", ["median", "trimmed_mean"])
+def test_rules_by_coordinate_give_no_sum(rule: Any) -> None:
+    with pytest.raises(ConfigError, match="gives no sum"):
+        Training(Vine(memory=False), federation(), net, rounds=1, exchange=rg.Exchange(rule=rule))
+
+
+class LyingInRound(InProcess):
+    """Client 1 adds NaN to the sum, or a huge number to a stateless one, in this round only."""
+
+    def __init__(self, half: ClientHalf, lie: float, round: int) -> None:
+        super().__init__(half)
+        self._lie, self._round = lie, round
+
+    def run_clients(self, broadcast: Any, clients: Any, states: Any, round: int) -> Any:
+        for k, answer in super().run_clients(broadcast, clients, states, round):
+            if k == 1 and round == self._round:
+                gradient = {name: g + self._lie for name, g in answer.update["gradient"].items()}
+                answer = answer._replace(update={**answer.update, "gradient": gradient})
+            yield k, answer
+
+
+def test_a_rejected_message_enters_neither_G_nor_what_the_client_has_sent() -> None:
+    """Client 1 is rejected in round 2 and honest in the others. G stays the sum of what was accepted, so the client's
+    next message makes up for the one that was lost."""
+    states = trained(Vine(**SMALL), engine=lambda half: LyingInRound(half, math.nan, 2))
+    assert [list(state.record["rejected"]) for state in states] == [[], ["1"], [], [], []]
+    first, second, third = (state.clients[1]["sent"]["weight"] for state in states[:3])
+    assert torch.equal(first, second) and not torch.equal(second, third)
+    for state in states:
+        for name, g in state.server["G"].items():
+            close(g, sum(client["sent"][name] for client in state.clients.values()), 1e-12)
+
+
+@pytest.mark.parametrize("rule", ["krum", "multi_krum"])
+def test_krum_sees_the_sum_of_the_stateless_form(rule: Any) -> None:
+    """A lie in the summed gradient alone is left out, and G is made of the chosen clients."""
+    options: dict[str, Any] = {"exchange": rg.Exchange(rule=rule), "engine": lambda half: LyingInRound(half, 1e3, 1)}
+    (state,) = trained(Vine(memory=False, **SMALL), rounds=1, **options)
+    assert 1 in state.record["left_out"] and float(state.server["G"]["weight"].abs().max()) < 100
+    (fooled,) = trained(Vine(memory=False, **SMALL), rounds=1, engine=options["engine"])
+    assert float(fooled.server["G"]["weight"].abs().max()) > 900
 
 
 def _site() -> Any:

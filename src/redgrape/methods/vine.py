@@ -64,7 +64,8 @@ class Vine(FedAvg):
 
     def parts(self, model: Tensors, site: Site) -> Parts:
         W = classifier.of(model)
-        parts = super().parts(model, site) | {"gradient": Sum(W, running=self.memory)}
+        summed = Sum(W, running=self.memory, instead="choose method.preset=stateless")
+        parts = super().parts(model, site) | {"gradient": summed}
         return parts | ({"delta_W_hat": Direction(W)} if self.two_stream else {})
 
     def survey(self, site: ClientSite) -> Tree:
