@@ -17,10 +17,11 @@ from redgrape.determinism import same_bits_everywhere
 from redgrape.engines import ClientHalf
 from redgrape.engines.in_process import InProcess
 from redgrape.errors import ConfigError
+from redgrape.method import ServerSite
 from redgrape.methods.redgrape import RedGrape
 from redgrape.methods.vine import Vine
 from redgrape.testing import engines as testing_engines
-from redgrape.training import Training, exchanged
+from redgrape.training import Training, exchanged, first_state
 
 C, D = 4, 6
 SIZES = [[12, 5, 0, 0], [3, 0, 9, 1], [0, 8, 2, 0], [6, 1, 1, 0], [9, 4, 0, 2]]
@@ -178,6 +179,42 @@ def test_a_running_sum_is_neither_clipped_nor_robust(exchange: rg.Exchange, word
 def test_rules_by_coordinate_give_no_sum(rule: Any) -> None:
     with pytest.raises(ConfigError, match="gives no sum"):
         Training(Vine(memory=False), federation(), net, rounds=1, exchange=rg.Exchange(rule=rule))
+
+
+def test_clients_alike_need_no_survey() -> None:
+    """Where all clients hold all classes, H_c = K: the same bits, and nobody was asked."""
+    full = federation([[3, 5, 2, 1], [1, 1, 4, 2], [6, 2, 1, 1]])
+    found = []
+    for weights in ("holders", "alike"):
+        with Training(Vine(weights=weights, **SMALL), full, net, rounds=3, seed=4) as training:
+            found.append([step.state.server for step in training.steps()][-1])
+    assert tree.equal(*found)
+    assert exchanged(Vine(weights="alike"), _site())[1] == {}
+    with pytest.raises(ConfigError, match="weights=alike asks nobody"):
+        Vine(weights="alike", min_holders=2)
+
+
+def test_noise_covers_the_summed_gradient_in_one_mechanism() -> None:
+    """Update and gradient are clipped together, and get noise of the same deviation: one Gaussian mechanism a round."""
+    pytest.importorskip("dp_accounting")
+    exchange = rg.Exchange(clip=0.5, noise=2.0, randomness="seed")
+    method = Vine(memory=False, weights="alike", **SMALL)
+    with pytest.raises(ConfigError, match="survey is released without noise"):
+        Training(Vine(memory=False), federation(), net, rounds=1, exchange=exchange)
+    parts = exchanged(method, _site())[0]
+    assert [(m.multiplier, m.times) for m in exchange.mechanisms(parts, C)] == [(2.0, 1)]
+    half = ClientHalf(method, federation(), net, 4, 1, torch.device("cpu"), exchange=exchange)
+    start = first_state(method, InProcess(half), ServerSite(net, 5, C, 4, 0, 1, torch.device("cpu")), range(5)).server
+    broadcast = tree.ordered(method.broadcast(start))
+    total = torch.zeros(C, 7, dtype=torch.float64)
+    for k in range(5):
+        sent = half.summand(k, broadcast, half.run(k, broadcast, None, 1).update, 1)
+        groups = [sent[name] for name in ("delta", "delta_W_hat", "gradient")]
+        assert float(tree.norm(t for group in groups for t in group.values())) <= 0.5 + 1e-9
+        total += sent["gradient"]["weight"]
+    (state,) = trained(method, rounds=1, exchange=exchange)
+    noise = state.server["G"]["weight"] - total  # all clients: K / |S| = 1
+    assert 0.5 < float(noise.std()) < 1.5  # of deviation clip * noise = 1, 28 numbers
 
 
 class LyingInRound(InProcess):
