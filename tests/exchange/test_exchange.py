@@ -405,7 +405,15 @@ REFUSED: list[tuple[dict[str, Any], Parts, dict[str, Any], str]] = [
     ({"rule": "multi_krum"}, WEIGHING, {}, "exchange.rule=multi_krum keeps the clients' weights"),
     ({"rule": "median"}, REAL, {}, "the server adds parts of the updates up, and exchange.rule=median gives no sum"),
     ({"rule": "trimmed_mean"}, WHOLE, {}, "the server adds parts of the updates up, and exchange.rule=trimmed_mean gi"),
-    ({"rule": "norm_clipping"}, RUNNING, {}, "clients keep track of what they add to a running sum"),
+    *[
+        (
+            {"rule": rule},
+            RUNNING,
+            {},
+            f"a running sum keeps what a malicious client once added, and exchange.rule={rule} ",
+        )
+        for rule in ("median", "trimmed_mean", "krum", "multi_krum", "norm_clipping")
+    ],
     ({"clip": 1.0}, RUNNING, {}, "clients keep track of what they add to a running sum"),
     ({"rule": "norm_clipping"}, WHOLE, {}, "the server sums whole numbers of the updates"),
     ({"clip": 1.0}, WHOLE, {}, "the server sums whole numbers of the updates"),
@@ -439,7 +447,7 @@ TOGETHER: list[tuple[dict[str, Any], Parts, dict[str, Any]]] = [
     (NOISE, {**DELTA, "buffers": Statistics({}, {})}, {}),
     ({"class_clip": 1.0, "class_noise": 1.0}, STATISTICS, SINGLE),  # there are no class rows to hide
     *[({"rule": rule}, COUNTED | STATISTICS, SINGLE) for rule in ("median", "trimmed_mean", "norm_clipping")],
-    *[({"rule": rule}, {**WHOLE, "change": RUNNING["tally"]}, {}) for rule in ("krum", "multi_krum")],
+    *[({"rule": rule}, {**WHOLE, **REAL}, {}) for rule in ("krum", "multi_krum")],
     ({"rule": "norm_clipping"}, REAL, {}),
     *[({"rule": rule}, WEIGHING, {}) for rule in ("median", "trimmed_mean", "krum")],
 ]

@@ -153,7 +153,7 @@ def test_the_private_preset_sends_and_releases_nothing_of_it() -> None:
 
 def _attacks() -> Any:
     pytest.importorskip("scipy")
-    spec = importlib.util.spec_from_file_location("prototype_attack", ROOT / "benchmarks" / "prototype_attack.py")
+    spec = importlib.util.spec_from_file_location("leak", ROOT / "benchmarks" / "leak.py")
     assert spec is not None and spec.loader is not None
     benchmark = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = benchmark  # dataclasses look their module up

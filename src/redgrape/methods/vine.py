@@ -22,11 +22,11 @@ the rounding of each client's last message, however many came before.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self
 
 import torch
 import torch.nn.functional as F
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor
 
 from redgrape import tree
@@ -50,8 +50,8 @@ class Vine(FedAvg):
     lam_schedule: Schedule = Field("constant", description="decay of lambda over the rounds")
     lam_final: float = Field(0.01, ge=0, le=1, description="fraction of lambda in the last round, if it decays")
     memory: bool = Field(True, description="clients remember M_k and send its change; else they send M_k itself")
-    weights: Literal["holders", "counts"] = Field(
-        "holders", description="weights within a class: equal for its clients, or by examples"
+    weights: Literal["holders", "counts", "alike"] = Field(
+        "holders", description="weights within a class: 1 / H_c, by examples, or 1 / K, which needs no survey"
     )
     margin: float = Field(0.0, ge=0, le=100, description="tau: the class prior's weight in the logits of M_k")
     min_holders: int = Field(1, ge=1, le=10**6, description="leave out a class that fewer clients hold")
@@ -64,20 +64,38 @@ class Vine(FedAvg):
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {"paper": {}, "stateless": {"memory": False}}
     fidelity: ClassVar[str] = "ours; from RedGrape's equations"
 
+    @model_validator(mode="after")
+    def _counts_are_known(self) -> Self:
+        for name, needs in {"min_holders": self.min_holders > 1, "margin": self.margin > 0}.items():
+            if self.weights == "alike" and needs:
+                off = {"min_holders": 1, "margin": 0}[name]
+                raise ValueError(
+                    f"{name} is {getattr(self, name)}, and weights=alike asks nobody which classes it holds; choose "
+                    f"weights=holders, or {name}={off}"
+                )
+        return self
+
     def parts(self, model: Tensors, site: Site) -> Parts:
         W = classifier.of(model)
-        parts = super().parts(model, site) | {"gradient": Sum(W, running=self.memory)}
+        summed = Sum(W, running=self.memory, instead="choose method.preset=stateless")
+        parts = super().parts(model, site) | {"gradient": summed}
         return parts | ({"delta_W_hat": Direction(W)} if self.two_stream else {})
 
     def survey(self, site: ClientSite) -> Tree:
+        if self.weights == "alike":
+            return {}
         held = {"holders": (site.class_counts > 0).long()}
         counted = self.weights == "counts" or self.margin > 0
         return held | ({"class_counts": site.class_counts} if counted else {})
 
     def init_server(self, model: Tensors, site: ServerSite) -> Tree:
-        W, holders = classifier.of(model), site.survey["holders"]
-        number = holders if self.weights == "holders" else site.survey["class_counts"]
-        weights = torch.where(holders >= self.min_holders, 1 / number.double().clamp(min=1), 0.0)
+        W = classifier.of(model)
+        if self.weights == "alike":
+            weights = torch.full((site.num_classes,), 1 / site.num_clients, dtype=torch.float64)
+        else:
+            holders = site.survey["holders"]
+            number = holders if self.weights == "holders" else site.survey["class_counts"]
+            weights = torch.where(holders >= self.min_holders, 1 / number.double().clamp(min=1), 0.0)
         server: dict[str, Any] = {"model": model, "G": _zeros(W), "class_weights": weights}
         if self.margin:
             server["margin"] = self.margin * log_prior(site.survey["class_counts"])
@@ -120,7 +138,7 @@ class Vine(FedAvg):
 
     def _summed_gradient(self, net: Net, broadcast: Tree, site: ClientSite) -> Tensors:
         """M_k, at the received model in evaluation mode."""
-        own = site.class_counts.clamp(min=1) if self.weights == "holders" else torch.ones_like(site.class_counts)
+        own = site.class_counts.clamp(min=1) if self.weights != "counts" else torch.ones_like(site.class_counts)
         weights = (broadcast["class_weights"] / own).to(site.device, net.classifier.weight.dtype)
         batches = classifier.encoded(net, site, torch.arange(len(site.data)))
         gradient = classifier.weighted_gradient(net.classifier, batches, weights, _margin(broadcast, net))
