@@ -71,7 +71,7 @@ def ways(parts: Sequence[str], hyper: Mapping[str, Any]) -> dict[str, tuple[Meth
         found["redgrape, private"] = redgrape, Exchange(preset="private")
         found["vine"] = Vine(**hyper), plain
         found["vine stateless"] = Vine(**vine), plain
-        summed = {"fedavg": FedAvg(**hyper), "vine stateless, alike": Vine(**vine, weights="alike")}
+        summed = {"fedavg": FedAvg(**hyper), "vine stateless, alike": Vine(**vine, weights="alike", margin=0.0)}
         for name, method in summed.items():
             for z in SUM_NOISES:
                 exchange = Exchange(clip=CLIPS["clip"], noise=z, randomness="seed")

@@ -64,7 +64,7 @@ def test_with_all_clients_it_is_redgrape_without_real_data(options: dict[str, An
     """All clients sampled, no correction, T = inf: the same model to rounding, and G is the sum of the prototypes."""
     theirs = trained(RedGrape(threshold=float("inf"), **SMALL, **options))
     for memory in (True, False):
-        for ours, other in zip(trained(Vine(memory=memory, **SMALL, **options)), theirs, strict=True):
+        for ours, other in zip(trained(Vine(memory=memory, margin=0.0, **SMALL, **options)), theirs, strict=True):
             for name, t in other.server["model"].items():
                 close(ours.server["model"][name], t)
             for name, table in other.server["prototypes"].items():
@@ -73,7 +73,7 @@ def test_with_all_clients_it_is_redgrape_without_real_data(options: dict[str, An
 
 def test_prototypes_by_counts_are_weights_by_counts() -> None:
     theirs = trained(RedGrape(threshold=float("inf"), prototype_weights="count", **SMALL))
-    ours = trained(Vine(weights="counts", **SMALL))
+    ours = trained(Vine(weights="counts", margin=0.0, **SMALL))
     for name, t in theirs[-1].server["model"].items():
         close(ours[-1].server["model"][name], t)
 
@@ -94,16 +94,14 @@ def test_G_is_the_sum_of_all_clients_latest_gradients(summed: bool) -> None:
         seed=4,
         engine=testing_engines.Summing if summed else None,
     ) as training:
-        weights: Tensor | None = None
         received: Any = {name: t.clone() for name, t in net().state_dict().items()}
         for step in training.steps():
             state = step.state
-            weights = state.server["class_weights"]
             models |= dict.fromkeys(state.record["answered"], received)
             expected = {name: torch.zeros_like(t) for name, t in state.server["G"].items()}
             for k, model in models.items():
                 site = half.site(k, state.round)
-                for name, g in method._summed_gradient(site.load(model), {"class_weights": weights}, site).items():
+                for name, g in method._summed_gradient(site.load(model), state.server, site).items():
                     expected[name] += g
             for name, t in expected.items():
                 close(state.server["G"][name], t, 1e-12)
@@ -213,19 +211,21 @@ def test_clients_alike_need_no_survey() -> None:
     full = federation([[3, 5, 2, 1], [1, 1, 4, 2], [6, 2, 1, 1]])
     found = []
     for weights in ("holders", "alike"):
-        with Training(Vine(weights=weights, **SMALL), full, net, rounds=3, seed=4) as training:
+        with Training(Vine(weights=weights, margin=0.0, **SMALL), full, net, rounds=3, seed=4) as training:
             found.append([step.state.server for step in training.steps()][-1])
     assert tree.equal(*found)
-    assert exchanged(Vine(weights="alike"), _site())[1] == {}
+    assert exchanged(Vine(weights="alike", margin=0.0), _site())[1] == {}
     with pytest.raises(ConfigError, match="weights=alike asks nobody"):
-        Vine(weights="alike", min_holders=2)
+        Vine(weights="alike", margin=0.0, min_holders=2)
+    with pytest.raises(ConfigError, match=r"margin is 0\.5, and weights=alike asks nobody"):
+        Vine(weights="alike")
 
 
 def test_noise_covers_the_summed_gradient_in_one_mechanism() -> None:
     """Update and gradient are clipped together, and get noise of the same deviation: one Gaussian mechanism a round."""
     pytest.importorskip("dp_accounting")
     exchange = rg.Exchange(clip=0.5, noise=2.0, randomness="seed")
-    method = Vine(memory=False, weights="alike", **SMALL)
+    method = Vine(memory=False, weights="alike", margin=0.0, **SMALL)
     with pytest.raises(ConfigError, match="survey is released without noise"):
         Training(Vine(memory=False), federation(), net, rounds=1, exchange=exchange)
     parts = exchanged(method, _site())[0]
@@ -295,4 +295,4 @@ def test_it_is_as_large_as_the_classifier() -> None:
             of[name] = step.record
     classifier, clients = 4 * (7 * C + C), len(SIZES)
     assert of["one"]["bytes_up"] - of["fedavg"]["bytes_up"] == clients * classifier
-    assert of["one"]["bytes_down"] - of["fedavg"]["bytes_down"] == clients * (classifier + 8 * C)
+    assert of["one"]["bytes_down"] - of["fedavg"]["bytes_down"] == clients * (classifier + 16 * C)

@@ -4,19 +4,20 @@ This method is ours. With threshold T = inf, RedGrape's Eq. (11) uses only the *
 table of classes is sent: each client sends one matrix of the classifier's size, and the server adds up the changes. In
 a secure sum nobody sees the gradient of a single class or client. H_c clients hold class c.
 
-    survey  H_c, a secure sum; a class with H_c < min_holders is left out by everybody
+    survey  H_c and the class counts, secure sums; a class with H_c < min_holders is left out by everybody
     server  sends theta^{t-1} and G
     client  1  M_k <- sum_i (p_i - e_{y_i}) [h_i; 1]^T / (H_{y_i} n_{k,y_i}) at the received model: its part of the sum
-               over the classes of the mean over their holders
+               over the classes of the mean over their holders. p_i = softmax(z_i + tau log pi), with tau the margin and
+               pi the class shares: a rare class that is memorised (p = 1 without the margin) still pulls
             2  for each local step, with W_hat beside W as in RedGrape:
                   g_bal <- G / C [ + 1/C sum_{c in L_bal} (grad_c(D_bal; now) - grad_c(D_bal; received)) ]
                   W <- W - eta_l [ g_local + lambda g_bal ||g_local|| / ||g_bal|| ]              RedGrape's Eq. (12)
             3  sends theta_k - theta^{t-1}, n_k and M_k - S_k, and adds that to S_k, what it has sent so far
     server  G <- G + sum of what arrived: the sum of all clients' latest M_k, whoever was sampled
 
-With all clients sampled and no correction this is RedGrape with threshold=inf. Without memory, for clients that are
-seen once, G <- K / |S| sum_k M_k. Messages are rounded to the net's precision. S_k is what arrived, so G carries only
-the rounding of each client's last message, however many came before.
+With all clients sampled, no margin and no correction this is RedGrape with threshold=inf. Without memory, for clients
+that are seen once, G <- K / |S| sum_k M_k. Messages are rounded to the net's precision. S_k is what arrived, so G
+carries only the rounding of each client's last message, however many came before.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class Vine(FedAvg):
     weights: Literal["holders", "counts", "alike"] = Field(
         "holders", description="weights within a class: 1 / H_c, by examples, or 1 / K, which needs no survey"
     )
-    margin: float = Field(0.0, ge=0, le=100, description="tau: the class prior's weight in the logits of M_k")
+    margin: float = Field(0.5, ge=0, le=100, description="tau: the class prior's weight in the logits of M_k")
     min_holders: int = Field(1, ge=1, le=10**6, description="leave out a class that fewer clients hold")
     correction: Literal["none", "real"] = Field("none", description="follow own examples of a class within a round")
     threshold: int = Field(8, ge=1, le=10**9, description="T: examples of a class that the correction uses")
@@ -61,7 +62,11 @@ class Vine(FedAvg):
     extra_init: classifier.Start = Field("default", description="initial W_hat: a new nn.Linear, zeros, or W's start")
     two_stream: bool = Field(True, description="ablation: train the second classifier W_hat")
 
-    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {"paper": {}, "stateless": {"memory": False}}
+    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+        "paper": {},
+        "stateless": {"memory": False},
+        "unsurveyed": {"memory": False, "weights": "alike", "margin": 0.0},
+    }
     fidelity: ClassVar[str] = "ours; from RedGrape's equations"
 
     @model_validator(mode="after")
