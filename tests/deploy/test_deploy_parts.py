@@ -45,7 +45,7 @@ from redgrape.deploy.processes.server_app import Journal
 from redgrape.deploy.processes.submission import Submission, is_active
 from redgrape.deploy.protocol import deadlines, wire
 from redgrape.deploy.protocol.admission import why_refused
-from redgrape.deploy.protocol.site import Site
+from redgrape.deploy.protocol.site import DeployedSite
 from redgrape.deploy.protocol.site_states import SiteStates
 from redgrape.deploy.setup import certificates, doctor, site_data
 from redgrape.deploy.setup.create import app_hash, create, deployed, renew
@@ -241,7 +241,10 @@ def test_data_that_does_not_fit_is_refused(tmp_path: Path, arrays: dict[str, Any
 
 
 def test_a_failure_at_a_site_tells_the_server_no_path(
-    deployment: Deployment, sites: list[Site], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    deployment: Deployment,
+    sites: list[DeployedSite],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """What kind it was, and the rest in the site's log: a damaged state of its own, and what the system says."""
     site, run = sites[0], deployment.site("north") / "states" / RUN
@@ -317,7 +320,7 @@ def test_a_site_answers_an_error_in_one_line(
     tmp_path: Path, federated: Federated, changes: dict[str, Any], said: str
 ) -> None:
     create(tmp_path / "d", options(test="somewhere"))
-    site = Site(SiteFolder(tmp_path / "d/sites/north"), federated.data("north"))
+    site = DeployedSite(SiteFolder(tmp_path / "d/sites/north"), federated.data("north"))
     model = {"broadcast": tree.to_bytes({})} if changes else {}
     header, parts = site.answer(_question(**changes), model)
     assert said in header["error"] and "\n" not in header["error"]
@@ -441,7 +444,7 @@ class _Node(SimpleNamespace):
 class FakeGrid:
     """Sites in this process. For what is slow to try for real; it stands for nothing that test_deploy.py promises."""
 
-    def __init__(self, deployment: Deployment, sites: Iterable[Site]) -> None:
+    def __init__(self, deployment: Deployment, sites: Iterable[DeployedSite]) -> None:
         TaskIdentity.run_id = TaskIdentity.node_id = TaskIdentity.task_id = 1  # of the process that Flower starts
         self.sites = {100 + site.index: site for site in sites}
         self.keys = {
@@ -483,13 +486,13 @@ def _run(deployment: Deployment, grid: FakeGrid, name: str, **changes: Any) -> t
 
 
 @pytest.fixture
-def sites(deployment: Deployment, federated: Federated) -> list[Site]:
-    return [Site(SiteFolder(deployment.site(name)), federated.data(name)) for name in SITES]
+def sites(deployment: Deployment, federated: Federated) -> list[DeployedSite]:
+    return [DeployedSite(SiteFolder(deployment.site(name)), federated.data(name)) for name in SITES]
 
 
 @pytest.mark.parametrize("method", ["scaffold", "redgrape", "logit_adjustment"])
 def test_the_engine_gives_the_bits_of_the_local_one(
-    deployment: Deployment, sites: list[Site], federated: Federated, method: str
+    deployment: Deployment, sites: list[DeployedSite], federated: Federated, method: str
 ) -> None:
     """With client state, with prototypes, with a survey."""
     chosen = {"name": method, "batch_size": 8}
@@ -509,7 +512,7 @@ def test_evaluations_at_the_sites_keep_to_the_floor(tmp_path: Path, federated: F
     rows from 8 on are sent, and of cedar nobody's. All that reads the run copes with a class without a figure."""
     create(tmp_path / "d", options())
     deployment = Deployment(tmp_path / "d")
-    sites = [Site(SiteFolder(deployment.site(name)), federated.data(name)) for name in SITES]
+    sites = [DeployedSite(SiteFolder(deployment.site(name)), federated.data(name)) for name in SITES]
     sent: list[list[int]] = []
 
     class Watching(FakeGrid):
@@ -546,7 +549,7 @@ def test_the_card_says_what_is_known_of_test_set_and_tail(
 ) -> None:
     create(tmp_path / "d", options(test=str(federated.folder / "test.npz"), tail=tail))
     deployment = Deployment(tmp_path / "d")
-    sites = [Site(SiteFolder(deployment.site(name)), federated.data(name)) for name in SITES]
+    sites = [DeployedSite(SiteFolder(deployment.site(name)), federated.data(name)) for name in SITES]
     folder, _ = _run(deployment, FakeGrid(deployment, sites), "a", rounds=1, method={"name": "fedavg"})
     assert cli.run(["export", str(folder.path), str(tmp_path / "model")]) == 0
     card = (tmp_path / "model/README.md").read_text()
@@ -557,12 +560,12 @@ def test_the_card_says_what_is_known_of_test_set_and_tail(
 
 def test_a_site_that_is_below_the_floor_in_every_class_evaluates_none(tmp_path: Path, federated: Federated) -> None:
     create(tmp_path / "d", options(min_count=100))
-    site = Site(SiteFolder(tmp_path / "d/sites/north"), federated.data("north"))
+    site = DeployedSite(SiteFolder(tmp_path / "d/sites/north"), federated.data("north"))
     header, parts = site.answer(_question("evaluate"), {"model": tree.to_bytes({})})
     assert "tests no class of which it trains with 100 examples" in header["error"] and parts == {}
 
 
-class Surveyed(Site):
+class Surveyed(DeployedSite):
     """Answers the survey with something else."""
 
     def _survey(self, question: Any) -> Any:
@@ -571,7 +574,7 @@ class Surveyed(Site):
 
 
 def test_a_survey_that_cannot_be_stops_the_run_by_the_site_s_name(
-    deployment: Deployment, sites: list[Site], federated: Federated
+    deployment: Deployment, sites: list[DeployedSite], federated: Federated
 ) -> None:
     liar = Surveyed(SiteFolder(deployment.site("west")), federated.data("west"))
     with pytest.raises(TooFewClients, match=r"the answer of site 'west' to the survey .* must count examples"):
@@ -579,14 +582,14 @@ def test_a_survey_that_cannot_be_stops_the_run_by_the_site_s_name(
 
 
 def test_a_method_that_asks_nothing_before_the_first_round_is_deployed(
-    deployment: Deployment, sites: list[Site]
+    deployment: Deployment, sites: list[DeployedSite]
 ) -> None:
     grid = FakeGrid(deployment, sites)
     _run(deployment, grid, "a", method={"name": "balanced_softmax", "prior": "local"})
     assert "survey" not in {kind for _, kind in grid.kinds}
 
 
-class Joining(Site):
+class Joining(DeployedSite):
     """Says something else of itself when it joins."""
 
     says: dict[str, Any]
@@ -621,7 +624,7 @@ def _impatient(deployment: Deployment) -> Deployment:
     ],
 )
 def test_what_a_site_cannot_be_is_refused_by_name(
-    deployment: Deployment, sites: list[Site], federated: Federated, says: dict[str, Any], words: str
+    deployment: Deployment, sites: list[DeployedSite], federated: Federated, says: dict[str, Any], words: str
 ) -> None:
     liar = _joining(deployment, federated, **says)
     folder, said = _run(_impatient(deployment), FakeGrid(deployment, [*sites[:2], liar]), "a", rounds=1)
@@ -630,7 +633,7 @@ def test_what_a_site_cannot_be_is_refused_by_name(
 
 
 def test_what_sites_declare_is_told_and_recorded(
-    deployment: Deployment, sites: list[Site], federated: Federated
+    deployment: Deployment, sites: list[DeployedSite], federated: Federated
 ) -> None:
     folder, said = _run(deployment, FakeGrid(deployment, sites), "a", rounds=1)
     assert "examples that sites have declared: north 45 (39%), south 34 (29%), west 37 (32%)" in said
@@ -646,7 +649,7 @@ def test_what_sites_declare_is_told_and_recorded(
 
 
 def test_a_site_s_first_declaration_counts_for_the_run(
-    deployment: Deployment, sites: list[Site], federated: Federated
+    deployment: Deployment, sites: list[DeployedSite], federated: Federated
 ) -> None:
     """Also where the server's part was started again. A site that lies about it from the start is held to its lie."""
     deployment = _impatient(deployment)
@@ -660,7 +663,7 @@ def test_a_site_s_first_declaration_counts_for_the_run(
     assert [record["answered"] for record in folder.metrics()] == [[0, 1, 2], [0, 1]]
 
 
-class Evaluating(Site):
+class Evaluating(DeployedSite):
     """Has counted each of its test examples a hundred times."""
 
     def _evaluate(self, question: Any, model: Any) -> Any:
@@ -671,7 +674,7 @@ class Evaluating(Site):
 def test_an_evaluation_has_as_many_examples_as_its_site_has_declared(tmp_path: Path, federated: Federated) -> None:
     create(tmp_path / "d", options(min_count=1))
     deployment = Deployment(tmp_path / "d")
-    kinds = [Site, Site, Evaluating]
+    kinds = [DeployedSite, DeployedSite, Evaluating]
     sites = [
         kind(SiteFolder(deployment.site(name)), federated.data(name)) for kind, name in zip(kinds, SITES, strict=True)
     ]
@@ -685,7 +688,7 @@ def test_an_evaluation_has_as_many_examples_as_its_site_has_declared(tmp_path: P
     assert any(line.startswith("tests that sites have declared: north ") for line in said)
 
 
-class Answering(Site):
+class Answering(DeployedSite):
     """Changes its answers to the second round."""
 
     lie: str
@@ -712,7 +715,7 @@ class Answering(Site):
     ],
 )
 def test_an_answer_that_is_none_is_left_out_and_the_run_goes_on(
-    deployment: Deployment, sites: list[Site], federated: Federated, lie: str, where: str, words: str
+    deployment: Deployment, sites: list[DeployedSite], federated: Federated, lie: str, where: str, words: str
 ) -> None:
     liar = Answering(SiteFolder(deployment.site("west")), federated.data("west"))
     liar.lie = lie
@@ -724,7 +727,7 @@ def test_an_answer_that_is_none_is_left_out_and_the_run_goes_on(
 class Expired(FakeGrid):
     """Flower's own answer to the first question to each node: the message has expired."""
 
-    def __init__(self, deployment: Deployment, sites: Iterable[Site]) -> None:
+    def __init__(self, deployment: Deployment, sites: Iterable[DeployedSite]) -> None:
         super().__init__(deployment, sites)
         self.asked: set[int] = set()
 
@@ -738,7 +741,7 @@ class Expired(FakeGrid):
 
 
 def test_a_node_for_which_flower_has_an_error_is_asked_again(
-    deployment: Deployment, sites: list[Site], federated: Federated
+    deployment: Deployment, sites: list[DeployedSite], federated: Federated
 ) -> None:
     """Busy with a run whose server has died, all nodes can miss the first question of the next; none is refused."""
     grid = Expired(deployment, sites)
@@ -752,7 +755,7 @@ def test_a_node_for_which_flower_has_an_error_is_asked_again(
     assert tree.equal(state.server, locally(folder.experiment(), federated))
 
 
-def test_a_silent_site_is_left_out_at_the_deadline(deployment: Deployment, sites: list[Site]) -> None:
+def test_a_silent_site_is_left_out_at_the_deadline(deployment: Deployment, sites: list[DeployedSite]) -> None:
     toml = (deployment.path / "deploy.toml").read_text()
     (deployment.path / "deploy.toml").write_text(toml.replace("round = 3600.0", "round = 0.5"))
     deployment = Deployment(deployment.path)
@@ -763,7 +766,7 @@ def test_a_silent_site_is_left_out_at_the_deadline(deployment: Deployment, sites
     assert sum("site 'south' was not there" in words for words in said) == 3
 
 
-def test_the_key_decides_who_a_site_is(deployment: Deployment, sites: list[Site]) -> None:
+def test_the_key_decides_who_a_site_is(deployment: Deployment, sites: list[DeployedSite]) -> None:
     grid = FakeGrid(deployment, sites)
     grid.keys[100], grid.keys[102] = grid.keys[102], grid.keys[100]
     toml = (deployment.path / "deploy.toml").read_text()
@@ -774,7 +777,7 @@ def test_the_key_decides_who_a_site_is(deployment: Deployment, sites: list[Site]
     assert {kind for node, kind in grid.kinds if node != 101} == {"join"}, "nothing of the model was sent to them"
 
 
-def test_too_few_sites_stop_the_run_with_its_state_intact(deployment: Deployment, sites: list[Site]) -> None:
+def test_too_few_sites_stop_the_run_with_its_state_intact(deployment: Deployment, sites: list[DeployedSite]) -> None:
     toml = (deployment.path / "deploy.toml").read_text()
     (deployment.path / "deploy.toml").write_text(toml.replace("join = 300.0", "join = 0.5"))
     deployment = Deployment(deployment.path)
@@ -945,7 +948,7 @@ time.sleep(600)
 class Hanging(FakeGrid):
     """A SuperLink that takes a call and never comes back from it."""
 
-    def __init__(self, deployment: Deployment, sites: Iterable[Site], call: str) -> None:
+    def __init__(self, deployment: Deployment, sites: Iterable[DeployedSite], call: str) -> None:
         super().__init__(deployment, sites)
         self._never = threading.Event()
         setattr(self, call, lambda *_: self._never.wait(600))
@@ -953,7 +956,7 @@ class Hanging(FakeGrid):
 
 @pytest.mark.parametrize("call", ["get_nodes", "push_messages", "pull_messages"])
 def test_a_superlink_that_hangs_stops_the_run(
-    deployment: Deployment, sites: list[Site], monkeypatch: pytest.MonkeyPatch, call: str
+    deployment: Deployment, sites: list[DeployedSite], monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
     monkeypatch.setattr("redgrape.deploy.protocol.transport.LINK", 0.2)
     monkeypatch.setattr("redgrape.deploy.protocol.members.JOIN", 0.2)
@@ -1082,7 +1085,7 @@ def test_a_resident_process_promises_when_it_will_be_done(
 ) -> None:
     """Also while it has nothing to do; a question extends the promise by its deadline."""
     monkeypatch.setattr(resident, "BEAT", 0.02)
-    site = Site(SiteFolder(deployment.site("north")), federated.data("north"))
+    site = DeployedSite(SiteFolder(deployment.site("north")), federated.data("north"))
     given: list[float] = []
 
     class Heard(deadlines.Promise):

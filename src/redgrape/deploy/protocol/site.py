@@ -60,7 +60,7 @@ if TYPE_CHECKING:
 _CPU = torch.device("cpu")
 
 
-class Site:
+class DeployedSite:
     """One site with its data, which has been checked."""
 
     def __init__(self, folder: SiteFolder, data: Path, states: Path | None = None) -> None:
