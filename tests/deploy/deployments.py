@@ -145,6 +145,9 @@ def still_there(folder: Path) -> list[str]:
     return found
 
 
+OPEN = ["--no-secure-aggregation", "--class-rows"]  # flags of `deploy init`: sites answer alone, with any method
+
+
 class Local:
     """A deployment whose server and sites are all on this machine."""
 

@@ -65,6 +65,7 @@ def options(**changes: Any) -> DeployOptions:
         "sites": tuple(SITES),
         "host": "localhost",
         "bind": "127.0.0.1",
+        "class_rows": True,
         "data": {"classes": tuple(CLASSES), "shape": (6,), "input": "float"},
     }
     return DeployOptions.model_validate(values | changes)
@@ -117,8 +118,11 @@ def test_init_writes_what_each_party_needs(deployment: Deployment) -> None:
         (["--sites", "a,../b", "--host", "localhost"], "no name for a site"),
         (["--sites", "a", "--host", "10.1.1.1", "--plain"], "without TLS"),
         (["--sites", "a", "--host", "localhost", "--tail", "5"], "none of the classes"),
-        (["--sites", "a,b", "--host", "localhost"], "there are 2 sites, and a class is released only where 3 of them"),
-        (["--sites", "a,b,c", "--host", "localhost", "--min-clients", "4"], "name at least 4 sites"),
+        (
+            ["--sites", "a,b", "--host", "localhost", "--class-rows"],
+            "there are 2 sites, and a class is released only if 3",
+        ),
+        (["--sites", "a,b,c", "--host", "localhost", "--class-rows", "--min-clients", "4"], "name at least 4 sites"),
     ],
 )
 def test_what_cannot_be_is_refused_by_init(
@@ -129,19 +133,133 @@ def test_what_cannot_be_is_refused_by_init(
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(("number", "floor", "fewest"), [(2, 2, 2), (3, 3, 2), (4, 3, 2), (5, 3, 3), (1, 1, 1)])
-def test_what_init_writes_can_run(
-    tmp_path: Path, number: int, floor: int, fewest: int, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """With its own experiment, and with no round of one site alone where there are more."""
-    sites = ",".join("abcde"[:number])
-    words = ["--sites", sites, "--host", "localhost", "--min-clients", str(floor), "--classes", "10", "--shape", "4"]
-    assert cli.run(["deploy", "init", str(tmp_path / "d"), *words]) == 0
-    assert ("note: a class is released only if" in capsys.readouterr().out) == (number < 5)
+INIT = ["--host", "localhost", "--classes", "10", "--shape", "4"]
+
+
+@pytest.mark.parametrize(("number", "fewest"), [(1, 1), (2, 2), (3, 2), (5, 3)])
+def test_what_init_writes_can_run(tmp_path: Path, number: int, fewest: int, capsys: pytest.CaptureFixture[str]) -> None:
+    """From three sites on vine by secure sums; for fewer FedAvg, and one line says why. No round of one site alone if
+    there are more."""
+    assert cli.run(["deploy", "init", str(tmp_path / "d"), "--sites", ",".join("abcde"[:number]), *INIT]) == 0
+    notes = [line for line in capsys.readouterr().out.splitlines() if line.startswith("note")]
     deployment = Deployment(tmp_path / "d")
     experiment = Experiment.parse(read_toml(deployment.path / "experiment.toml"))
     assert experiment.min_answers == fewest
     submission.check(experiment, deployment.options)
+    site = SiteFolder(deployment.site("a")).options
+    assert why_refused(experiment, site) is None
+    assert site.secure_aggregation == deployment.options.secure_aggregation == (number >= 3)
+    assert not site.class_rows and not deployment.options.class_rows
+    if number >= 3:
+        assert notes == [] and experiment.method.name == "vine"
+    else:
+        [note] = notes
+        assert "no secure sums, because they need 3 sites" in note and experiment.method.name == "fedavg"
+
+
+@pytest.mark.parametrize(("number", "floor"), [(2, 2), (3, 3), (5, 3)])
+def test_class_rows_are_written_with_floors(
+    tmp_path: Path, number: int, floor: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--sites", ",".join("abcde"[:number]), "--class-rows", "--min-clients", str(floor), *INIT]
+    assert cli.run(["deploy", "init", str(tmp_path / "d"), *words]) == 0
+    assert ("note: a class is released only if" in capsys.readouterr().out) == (number < 5)
+    assert cli.run(["deploy", "run", str(tmp_path / "d"), "--dry-run", "--method", "redgrape"]) == 0
+
+
+def test_the_settings_that_init_writes_are_explained(deployment: Deployment) -> None:
+    for path in (deployment.path / "deploy.toml", deployment.site("north") / "site.toml"):
+        lines = path.read_text().splitlines()
+        keys = [i for i, line in enumerate(lines) if " = " in line]
+        assert keys and all(lines[i - 1].startswith("# ") for i in keys), path
+
+
+def test_without_secure_sums_operator_and_every_site_must_say_so(
+    tmp_path: Path, federated: Federated, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """CLIMB needs single updates. The operator alone does not bring the sites to send them."""
+    create(tmp_path / "d", options(test=str(federated.folder / "test.npz"), secure_aggregation=True))
+    climb = ["deploy", "run", str(tmp_path / "d"), "--dry-run", "--method", "climb"]
+    assert cli.run(climb) == 2
+    assert "set secure_aggregation=false in deploy.toml and every site.toml" in capsys.readouterr().err
+    _allow(tmp_path / "d/deploy.toml", "secure_aggregation = true", "secure_aggregation = false")
+    assert cli.run(climb) == 0
+    for name in SITES[:2]:
+        path = tmp_path / "d/sites" / name / "site.toml"
+        _allow(path, "secure_aggregation = true", "secure_aggregation = false")
+    deployment = _impatient(Deployment(tmp_path / "d"))
+    sites = [DeployedSite(SiteFolder(deployment.site(name)), federated.data(name)) for name in SITES]
+    folder, said = _run(deployment, FakeGrid(deployment, sites), "a", rounds=1, method={"name": "climb"})
+    assert folder.metrics()[0]["answered"] == [0, 1]
+    words = "a node is refused: site 'west' refuses: this site answers only in secure sums (secure_aggregation in its"
+    assert any(words in line for line in said)
+
+
+def _allow(path: Path, before: str, after: str) -> None:
+    text = path.read_text()
+    assert before in text
+    path.write_text(text.replace(before, after))
+
+
+def test_a_site_sends_class_rows_only_if_its_policy_says_so(
+    tmp_path: Path, federated: Federated, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The server cannot change that: it is left with a refusal, whose reason it reads, and the other sites."""
+    create(tmp_path / "d", options(test=str(federated.folder / "test.npz"), min_count=1, min_clients=1))
+    deployment = Deployment(tmp_path / "d")
+    _allow(deployment.site("west") / "site.toml", "class_rows = true", "class_rows = false")
+    sites = [DeployedSite(SiteFolder(deployment.site(name)), federated.data(name)) for name in SITES]
+    grid = FakeGrid(deployment, sites)
+    folder, said = _run(deployment, grid, "a", rounds=1, method={"name": "redgrape"})
+    assert folder.metrics()[0]["answered"] == [0, 1]
+    reason = "method 'redgrape' sends class rows (prototypes), and class_rows is false"
+    assert (
+        f"site 'west' refuses: this site's policy (site.toml) does not allow the experiment: {reason}"
+        in (folder.metrics()[0]["lost"]["2"])
+    )
+    assert any("site 'west' refuses" in line for line in said)
+    assert f"{wire.REFUSED}this site's policy (site.toml) does not allow the experiment: {reason}" in (
+        capsys.readouterr().err
+    )
+    folder, _ = _run(deployment, grid, "b", rounds=1, method={"name": "fedavg"})
+    assert folder.metrics()[0]["answered"] == [0, 1, 2]
+
+
+def test_nothing_in_a_question_changes_the_policy(tmp_path: Path, federated: Federated) -> None:
+    """A compromised server may put any field into a header, and the site's own settings into the experiment."""
+    create(tmp_path / "d", options(test="somewhere", secure_aggregation=True, class_rows=False))
+    site = DeployedSite(SiteFolder(tmp_path / "d/sites/north"), federated.data("north"))
+    before = site.options
+    lies = {"secure_aggregation": False, "class_rows": True, "policy": {"class_rows": True}, "min_count": 1}
+    for kind in ("train", "survey", "evaluate"):
+        header, parts = site.answer(_question(kind, **lies), {"broadcast": tree.to_bytes({})})
+        assert "answers only in secure sums" in header["error"] and header["refused"] and parts == {}
+    for more in ("", "[deploy]\nclass_rows = true\n", "class_rows = true\n"):
+        experiment = f"{REDGRAPE}[exchange]\npreset = 'private'\n{more}"
+        question = _question("sum", **{"sum": "a", "of": "train", "stage": "keys", "experiment": experiment, **lies})
+        header, parts = site.answer(question, {})
+        assert "error" in header and parts == {}, "no key of a sum is given"
+    assert (
+        "class_rows is false"
+        in site.answer(
+            _question("sum", sum="a", of="train", stage="keys", experiment=f"{REDGRAPE}[exchange]\npreset = 'private'"),
+            {},
+        )[0]["error"]
+    )
+    assert site.options is before
+
+
+def test_a_site_says_each_refusal_once(tmp_path: Path, deployment: Deployment, federated: Federated) -> None:
+    said: list[str] = []
+    role = site_role.SiteRole(SiteFolder(deployment.site("north")), federated.data("north"), said.append)
+    role._resident = SimpleNamespace(log=tmp_path / "log")  # type: ignore[assignment]
+    line = f"{wire.REFUSED}no"
+    for text in ("", line, f"{line}\n", f"{line}\nother words\n{line}\n", f"{line}\n{line}\n{line} more\n"):
+        (tmp_path / "log").write_text(text)
+        role._tell_of_refusals()
+    role._resident = None
+    role.stop()
+    assert said == [line, f"{line} more"]
 
 
 def test_a_run_that_one_site_may_make_alone_is_warned_of(

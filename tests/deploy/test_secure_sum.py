@@ -364,8 +364,8 @@ def test_evaluations_at_the_sites_are_summed_too(tmp_path: Path, federated: Fede
 def test_a_site_that_insists_answers_in_sums_alone(tmp_path: Path, federated: Federated, kind: str) -> None:
     _, sites = _deployed(tmp_path, federated)
     header, parts = sites[0].answer(_question(kind), {})
-    assert "answers in secure sums alone" in header["error"] and parts == {}
-    said, _ = sites[0].answer(_question("join"), {})
+    assert "answers only in secure sums" in header["error"] and parts == {}
+    said, _ = sites[0].answer(_question("join", secure_aggregation=True), {})
     assert said.keys().isdisjoint({"examples", "tests"}) and said["secure_aggregation"] is True
 
 

@@ -20,6 +20,7 @@ from redgrape.deploy.processes import fork_server
 from redgrape.deploy.processes.launch import NOT_RUN
 from redgrape.deploy.processes.supervision import APP, LOOK, POLL, SOCKET, Owned, environment, require_flower
 from redgrape.deploy.protocol.deadlines import PROMISE, Promise
+from redgrape.deploy.protocol.wire import REFUSED
 from redgrape.deploy.setup import certificates
 from redgrape.deploy.setup.folder import SiteFolder
 from redgrape.errors import BusyError, ConfigError, DataError, RedgrapeError, StorageError
@@ -50,6 +51,7 @@ class SiteRole:
         self._promise = Promise(Path(self._socket).with_name(PROMISE))
         self._broken = 0
         self._other_app = ""
+        self._refusals: set[str] = set()
 
     def start(self) -> dict[str, Any]:
         """Read and check the data, then connect. Return what the site holds, for the site only."""
@@ -178,6 +180,7 @@ class SiteRole:
                 said = self._node.last_words()
                 refused_since = None if "SuperNode ID" in said else refused_since
                 self._tell_of_other_app(said)
+            self._tell_of_refusals()
             time.sleep(0.5)
 
     def _tell_of_other_app(self, said: str) -> None:
@@ -186,6 +189,15 @@ class SiteRole:
         if words != self._other_app:
             self._other_app = words
             self._say(f"NOT RUN: {words}")
+
+    def _tell_of_refusals(self) -> None:
+        """Report each reason once for which the resident process has refused a question."""
+        assert self._resident is not None
+        lines = self._resident.log.read_bytes()[-65536:].decode(errors="replace").split("\n")[:-1]
+        for line in dict.fromkeys(line for line in lines if line.startswith(REFUSED)):
+            if line not in self._refusals:
+                self._refusals.add(line)
+                self._say(line)
 
     def stop(self) -> None:
         for owned in (self._node, self._warm, self._resident):

@@ -45,6 +45,10 @@ if TYPE_CHECKING:
     from redgrape.deploy.protocol.secure_sum import Summed
 
 
+class Refused(Lost):
+    """A site whose policy does not allow the question."""
+
+
 class FlowerEngine:
     """`run`: the name by which sites keep the states of this run."""
 
@@ -190,14 +194,17 @@ class FlowerEngine:
                 computes = stage.name == "masked"
                 seconds = question.deadline if computes else self._options.deadlines.evaluate
                 asked[k] = SumQuestion.about(question, name, stage, seconds), {**own, **(more if computes else {})}
-            return self._ask(asked, SumAnswer, self._at_once if stage.name == "keys" else 1)
+            for k, reply in self._ask(asked, SumAnswer, self._at_once if stage.name == "keys" else 1):
+                if isinstance(reply, Refused):
+                    refused.add(k)
+                yield k, reply
 
         while True:
-            name = secrets.token_hex(8)
+            name, refused = secrets.token_hex(8), set[ClientId]()
             try:
                 return secure_sum(list(letters), ask, fewest)
             except NotBegun:
-                if time.monotonic() >= ends:
+                if time.monotonic() >= ends or len(letters) - len(refused) < max(FEWEST_IN_SUM, fewest):
                     raise
                 time.sleep(NODES)
 
@@ -212,7 +219,10 @@ class FlowerEngine:
         site_of = {node: k for k, node in nodes.items()}
         for node, reply in self._transport.ask({node: letters[k] for k, node in nodes.items()}, kind):
             k = site_of[node]
-            yield k, Lost(f"site '{self._members.name(k)}' {reply.reason}") if isinstance(reply, NoAnswer) else reply
+            if isinstance(reply, NoAnswer):
+                yield k, (Refused if reply.refused else Lost)(f"site '{self._members.name(k)}' {reply.reason}")
+            else:
+                yield k, reply
 
     def close(self) -> None:
         pass

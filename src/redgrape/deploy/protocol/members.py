@@ -90,7 +90,8 @@ class Members:
         nodes = self._transport.nodes()
         self._members = {i: m for i, m in self._members.items() if i in nodes and m.since == nodes[i].last_activated_at}
         new = [i for i in nodes if i not in self._members and self._refused.get(i) != nodes[i].last_activated_at]
-        letters: dict[int, Letter] = {i: (JoinQuestion(deadline=JOIN), {}) for i in new}
+        question = JoinQuestion(deadline=JOIN, secure_aggregation=self._options.secure_aggregation)
+        letters: dict[int, Letter] = {i: (question, {}) for i in new}
         for i, reply in self._transport.ask(letters, JoinAnswer):
             if isinstance(reply, NoAnswer) and reply.again:
                 if self._failed.get(i) != reply.reason:

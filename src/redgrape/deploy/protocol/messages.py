@@ -67,7 +67,11 @@ class Question(_Message):
 
 @dataclass(frozen=True, kw_only=True)
 class JoinQuestion(Question):
+    """`secure_aggregation`: whether the server asks for secure sums only."""
+
     kind = "join"
+
+    secure_aggregation: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,8 +206,11 @@ class SumAnswer(Answer):
 
 @dataclass(frozen=True, kw_only=True)
 class Failure(_Message):
+    """`refused`: the site's policy does not allow what was asked, so asking again does not help."""
+
     error: str
     site: int | None = None
+    refused: bool = False
 
 
 A = TypeVar("A", bound=Answer)

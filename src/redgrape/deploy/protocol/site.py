@@ -27,6 +27,7 @@ from redgrape import methods, nets, tree
 from redgrape.data.examples import Examples
 from redgrape.data.prepare import augmentation
 from redgrape.deploy.protocol import admission, messages
+from redgrape.deploy.protocol.admission import NotAllowed
 from redgrape.deploy.protocol.known_federation import PartialFederation
 from redgrape.deploy.protocol.messages import (
     Answer,
@@ -45,7 +46,7 @@ from redgrape.deploy.protocol.messages import (
     TrainQuestion,
 )
 from redgrape.deploy.protocol.site_states import SiteStates
-from redgrape.deploy.protocol.wire import Header, NotUnderstood, Parts
+from redgrape.deploy.protocol.wire import REFUSED, Header, NotUnderstood, Parts
 from redgrape.deploy.setup import site_data
 from redgrape.deploy.setup.folder import SiteFolder
 from redgrape.engines import ClientHalf
@@ -57,6 +58,7 @@ from redgrape.tree import Tree
 if TYPE_CHECKING:
     from redgrape.deploy.protocol.secure_sum import Member
 
+_ONLY_SUMS = "this site answers only in secure sums (secure_aggregation in its site.toml)"
 _CPU = torch.device("cpu")
 
 
@@ -97,16 +99,22 @@ class DeployedSite:
             with _within(question.deadline):
                 answer, sent = self._answered(question, parts)
             return answer.to_header(), sent
+        except NotAllowed as error:
+            words = " ".join(str(error).split())
+            print(f"{REFUSED}{words}", file=sys.stderr, flush=True)
+            return Failure(site=self.index, error=words, refused=True).to_header(), {}
         except Exception as error:  # a site that fails must say so, and be there for the next question
             return Failure(site=self.index, error=_for_the_server(error)).to_header(), {}
 
     def _answered(self, question: Question, parts: Parts) -> tuple[Answer, dict[str, bytes]]:
         if isinstance(question, JoinQuestion):
+            if self.options.secure_aggregation and not question.secure_aggregation:
+                raise NotAllowed(f"{_ONLY_SUMS}, and the server asks without them")
             return self._join(), {}
         if isinstance(question, SumQuestion):
             return self._sum(question, parts)
         if self.options.secure_aggregation:
-            raise ConfigError("this site answers in secure sums alone (secure_aggregation in its site.toml)")
+            raise NotAllowed(f"{_ONLY_SUMS}, and the server asks for its '{question.kind}' alone")
         answer, value = self._alone(question, parts)
         return answer, {answer.carries: tree.to_bytes(value)}
 
@@ -172,6 +180,7 @@ class DeployedSite:
 
         stage = Stage(question.stage, question.arrived, question.lost)
         if stage.name == "keys":
+            self._half(question.experiment)  # raises NotAllowed before anybody computes
             self._sums = question.sum, Member(self.index)
         if self._sums is None or self._sums[0] != question.sum:
             raise ConfigError("this site takes part in another secure sum, or was started anew since this one began")
@@ -201,9 +210,9 @@ class DeployedSite:
         return self._prepared[1]
 
     def _client_half(self, experiment: Experiment) -> ClientHalf:
-        method, options = experiment.method.create(), self.options
+        options = self.options
         if reason := admission.why_refused(experiment, options):
-            raise ConfigError(f"this site does not take part in the server's experiment: {reason}")
+            raise NotAllowed(f"this site's policy (site.toml) does not allow the experiment: {reason}")
         augment = augmentation(experiment.data, 1 + len(options.data.shape))
         train = replace(self.train, augment=augment)
         federation = PartialFederation(
@@ -211,6 +220,7 @@ class DeployedSite:
         )
         build = partial(nets.build, experiment.net.name, options.data.shape, federation.num_classes, experiment.seed)
         exchange = experiment.exchange
+        method = experiment.method.create()
         return ClientHalf(method, federation, build, experiment.seed, experiment.rounds, _CPU, exchange=exchange)
 
 

@@ -23,10 +23,12 @@ _KINDS = {"train": "train", "evaluate": "evaluate"}  # Flower's types of message
 
 
 class NoAnswer(NamedTuple):
-    """What a node did instead. `again`: it may only have been busy, and can be asked again."""
+    """What a node did instead. `again`: it may only have been busy, and can be asked again. `refused`: its policy does
+    not allow the question."""
 
     reason: str
     again: bool
+    refused: bool = False
 
 
 class Transport:
@@ -98,7 +100,8 @@ def _read(message: Message, kind: type[A]) -> Reply[A] | NoAnswer:
     except wire.NotUnderstood as error:
         return NoAnswer(f"gave an answer that cannot be read: {error}", again=False)
     if isinstance(answer, Failure):
-        return NoAnswer(f"answers: {_short(answer.error, 500)}", again=False)
+        verb = "refuses" if answer.refused else "answers"
+        return NoAnswer(f"{verb}: {_short(answer.error, 500)}", again=False, refused=answer.refused)
     return Reply(answer, parts)
 
 

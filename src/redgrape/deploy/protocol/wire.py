@@ -20,6 +20,7 @@ Parts: TypeAlias = Mapping[str, bytes]
 PROTOCOL = 1  # of the questions and answers; both sides must speak the same
 LARGEST_HEADER = 1 << 20  # bytes
 LARGEST_LETTER = 1 << 34
+REFUSED = "REFUSED: "  # begins a line of a site's log if its policy does not allow a question
 
 
 class NotUnderstood(Exception):
