@@ -178,6 +178,12 @@ class Method(LocalTraining, ABC):
     def server_update(self, server: Tree, received: Received, site: ServerSite) -> Tree:
         """The server's new state from what was received."""
 
+    def forget_clients(self, server: Tree) -> Tree | None:
+        """The server's state if no client had sent anything of its own state yet: sums over client states are zero.
+        A round that begins with it, and with no client state, puts these sums right after a client lost its state.
+        None if the method has no such form; the client is then left out."""
+        return None
+
     def needs_single(self) -> str:
         """Why the server half needs `received.each` because reductions are not enough; empty if they are. A method that
         needs single updates runs with neither secure sums nor noise."""

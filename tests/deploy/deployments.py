@@ -17,8 +17,10 @@ from typing import Any
 
 import numpy as np
 import tomli_w
+import torch
 
 from redgrape import Examples, Federation
+from redgrape.deploy.protocol.site_states import SiteStates
 from redgrape.deploy.setup.create import app_hash
 from redgrape.engines import Answer
 from redgrape.engines.in_process import InProcess
@@ -254,6 +256,18 @@ class Local:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def sent_by_sites(deployment: Path, folder: RunFolder) -> dict[str, torch.Tensor]:
+    """The sum over the sites of what each says that it has sent, by the states that the server counts on."""
+    state, _ = folder.latest()
+    assert state is not None
+    total: dict[str, torch.Tensor] = {}
+    for k, named in state.clients.items():
+        states = SiteStates(deployment / "sites" / SITES[k] / "states")
+        sent = states.load(folder.environment()["run"], int(named["round"]), int(named["key"]))["sent"]
+        total = {name: t + total.get(name, 0.0) for name, t in sent.items()}
+    return total
 
 
 def locally(experiment: Experiment, federated: Federated, **more: Any) -> Any:

@@ -46,7 +46,7 @@ from redgrape.deploy.processes.submission import Submission, is_active
 from redgrape.deploy.protocol import deadlines, wire
 from redgrape.deploy.protocol.admission import why_refused
 from redgrape.deploy.protocol.site import DeployedSite
-from redgrape.deploy.protocol.site_states import SiteStates
+from redgrape.deploy.protocol.site_states import SiteStates, StateMissing
 from redgrape.deploy.setup import certificates, doctor, site_data
 from redgrape.deploy.setup.create import app_hash, create, deployed, renew
 from redgrape.deploy.setup.folder import DataAgreement, Deployment, DeployOptions, SiteFolder
@@ -303,34 +303,38 @@ def test_letters_cross_whole_or_not_at_all() -> None:
 
 def test_states_are_kept_by_run_and_round(tmp_path: Path) -> None:
     states = SiteStates(tmp_path)
+    keys = {}
     for before, round in itertools.pairwise((None, 1, 2, 4, 7, 8, 9)):
-        states.save(RUN, round, {"c": torch.tensor([float(round)])}, reach=3, start=before)
+        keys[round] = states.save(RUN, round, {"c": torch.tensor([float(round)])}, reach=3, start=before)
     assert states.rounds(RUN) == [4, 7, 8, 9]  # the newest of those out of reach is what a resume may ask for
-    assert states.load(RUN, 4)["c"].tolist() == [4.0]
-    with pytest.raises(StorageError, match="no state of round 2"):
-        states.load(RUN, 2)
+    assert states.load(RUN, 4, keys[4])["c"].tolist() == [4.0]
+    with pytest.raises(StateMissing, match="not have its state of round 2"):
+        states.load(RUN, 2, keys[2])
+    for other in (keys[8], None, 0):
+        with pytest.raises(StateMissing, match="not the one that the server counted"):
+            states.load(RUN, 9, other)
     file = tmp_path / RUN / "round-000008"
     data = bytearray(file.read_bytes())
     data[40] ^= 1
     file.write_bytes(data)
-    with pytest.raises(StorageError, match="damaged"):
-        states.load(RUN, 8)
+    with pytest.raises(StateMissing, match="damaged"):
+        states.load(RUN, 8, keys[8])
     for name in ("../../etc", "", "a" * 17):
         with pytest.raises(StorageError, match="no name of a run"):
-            states.load(name, 1)
+            states.load(name, 1, 1)
 
 
 def test_the_state_that_counts_is_kept_however_many_do_not(tmp_path: Path) -> None:
     """Round 1 was accepted, 2 to 8 were not: the server names round 1 each time, and once more when it has gone back
     behind round 9, which it accepted."""
     states = SiteStates(tmp_path)
-    states.save(RUN, 1, {"c": torch.tensor(1.0)}, reach=3, start=None)
+    key = states.save(RUN, 1, {"c": torch.tensor(1.0)}, reach=3, start=None)
     for round in range(2, 10):
         states.save(RUN, round, {"c": torch.tensor(float(round))}, reach=3, start=1)
         assert states.rounds(RUN) == [1, round]
     states.save(RUN, 10, {"c": torch.tensor(10.0)}, reach=3, start=9)
     assert states.rounds(RUN) == [1, 9, 10]
-    assert float(states.load(RUN, 1)["c"]) == 1.0
+    assert float(states.load(RUN, 1, key)["c"]) == 1.0
 
 
 def test_classes_agree_by_name(tmp_path: Path) -> None:
@@ -364,14 +368,13 @@ def test_a_failure_at_a_site_tells_the_server_no_path(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """What kind it was, and the rest in the site's log: a damaged state of its own, and what the system says."""
+    """A damaged state is named by its round. Of other failures only the kind; the rest is in the site's log."""
     site, run = sites[0], deployment.site("north") / "states" / RUN
     run.mkdir(parents=True)
     (run / "round-000005").write_bytes(b"damaged" * 9)
     model = {"broadcast": tree.to_bytes({})}
-    header, _ = site.answer(_question(state=5), model)
-    assert header["error"] == "StorageError at this site, whose log tells more"
-    assert str(run) in capsys.readouterr().err
+    header, _ = site.answer(_question(state=5, state_key=1), model)
+    assert "the file is damaged" in header["error"] and str(run) not in header["error"] and header["no_state"]
 
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device", str(run))
@@ -424,7 +427,7 @@ REDGRAPE = f"{LINEAR}[method]\nname = 'redgrape'\n"
         ({"kind": "survey", "experiment": f"{LINEAR}[method]\nname = 'balanced_softmax'"}, "for its class_counts"),
         ({"kind": "survey", "experiment": f"{LINEAR}[method]\nname = 'logit_adjustment'"}, "fewer than 8 examples"),
         ({"experiment": "=" * 9}, "not valid TOML"),
-        ({"state": 5}, "no state of round 5"),
+        ({"state": 5, "state_key": 1}, "does not have its state of round 5"),
         ({"run": "../../x", "state": 5}, "StorageError at this site"),
         ({"deadline": 1e-3}, "not finished within"),
         ({"deadline": 0}, "'deadline' must be seconds above 0, and is 0"),

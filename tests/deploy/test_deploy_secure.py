@@ -166,7 +166,7 @@ def test_what_the_server_receives_of_a_site_is_masked(deployment: Watched, tally
                 assert not any(piece in data for data in other.parts.values() if len(piece) > 16), name
         hidden += 1
     for letter in letters:
-        known = {"site", "round", "protocol", "layout", "has_state"}
+        known = {"site", "round", "protocol", "layout", "state_key"}
         if letter.asked["kind"] == "join":
             assert letter.header.keys().isdisjoint({"examples", "tests"}) and letter.parts == {}
         else:

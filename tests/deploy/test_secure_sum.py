@@ -455,8 +455,8 @@ class Liar(DeployedSite):
     lie: Callable[[dict[str, Any]], dict[str, Any]]
 
     def _summand(self, question: Any, parts: Any) -> Any:
-        has_state, summand = super()._summand(question, parts)
-        return has_state, self.lie(dict(summand)) if question.round == 2 else summand
+        state_key, summand = super()._summand(question, parts)
+        return state_key, self.lie(dict(summand)) if question.round == 2 else summand
 
 
 LIES: dict[str, tuple[Callable[[dict[str, Any]], dict[str, Any]], str]] = {

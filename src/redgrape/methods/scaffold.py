@@ -52,6 +52,9 @@ class Scaffold(FedAvg):
     def broadcast(self, server: Tree) -> Tree:
         return {"model": server["model"], "c": server["c"]}
 
+    def forget_clients(self, server: Tree) -> Tree:
+        return {**server, "c": {name: torch.zeros_like(c) for name, c in server["c"].items()}}
+
     @stackable
     def client_update(self, broadcast: Tree, state: Tree, site: ClientSite) -> tuple[Tree, Tree]:
         net = self.load_for_training(broadcast["model"], site)

@@ -89,6 +89,9 @@ class Vine(FedAvg):
     def init_client(self, broadcast: Tree) -> Tree:
         return {"sent": _zeros(broadcast["G"])} if self.memory else {}
 
+    def forget_clients(self, server: Tree) -> Tree:
+        return {**server, "G": _zeros(server["G"])} if self.memory else server
+
     def client_update(self, broadcast: Tree, state: Tree, site: ClientSite) -> tuple[Tree, Tree]:
         net = self.load_for_training(broadcast["model"], site)
         W, W_hat = net.classifier, classifier.linear_like(net.classifier, broadcast.get("W_hat"))

@@ -88,6 +88,10 @@ def at_sites(
             for client, reason in reasons.items():
                 words = "was not there" if what == "lost" else "sent an update that is rejected"
                 say(f"round {record['round']}: {client_name(int(client))} {words}: {reason}")
+        for client in record.get("states_lost", {}):
+            if client not in record["lost"]:
+                lost = f"{client_name(int(client))} had lost its own"
+                say(f"round {record['round']}: all sites' states started anew, because {lost}")
 
     return Venue(prepared, client_name, tell_lost, knows_partition=False)
 

@@ -1,5 +1,5 @@
 """The server's engine: clients are sites. Rounds, the survey and evaluations are questions to them, answered one by one
-or as secure sums. A client's state lies at its site: what the server keeps of it is the round that it is of."""
+or as secure sums. A client's state lies at its site. The server keeps only its round and its key (site_states.py)."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from redgrape.deploy.protocol.messages import (
 from redgrape.deploy.protocol.transport import NoAnswer, Transport
 from redgrape.deploy.protocol.wire import Parts
 from redgrape.deploy.setup.folder import FEWEST_IN_SUM, DeployOptions
-from redgrape.engines import Answer, ClientHalf, Lost, Split, SumOfAnswers
+from redgrape.engines import Answer, ClientHalf, Lost, Split, StateLost, SumOfAnswers
 from redgrape.errors import TooFewClients
 from redgrape.exchange.checks import UpdateRejected, named_tensors
 from redgrape.learning import evaluation
@@ -47,6 +47,14 @@ if TYPE_CHECKING:
 
 class Refused(Lost):
     """A site whose policy does not allow the question."""
+
+
+class _StatesLost(Exception):
+    """Sites do not have the states that a secure sum would start from. Nobody has computed anything yet."""
+
+    def __init__(self, lost: Mapping[ClientId, StateLost]) -> None:
+        super().__init__()
+        self.lost = lost
 
 
 class FlowerEngine:
@@ -74,13 +82,15 @@ class FlowerEngine:
         parts = {TrainQuestion.carries: tree.to_bytes(broadcast)}
         letters: dict[ClientId, Letter] = {}
         for k in clients:
+            state = {name: int(number) for name, number in states[k].items()} if k in states else {}
             question = TrainQuestion(
                 deadline=self._options.deadlines.round,
                 round=round,
                 run=self._run,
                 experiment=self._experiment,
                 reach=self._reach,
-                state=int(states[k]["round"]) if k in states else None,
+                state=state.get("round"),
+                state_key=state.get("key"),
             )
             letters[k] = question, parts
         if self._options.secure_aggregation:
@@ -98,13 +108,16 @@ class FlowerEngine:
         try:
             summed = self._sum(letters, self._fewest)
         except SumFailed as failure:
+            why = "".join(f"; {reason}" for reason in failure.lost.values())
             for k in letters:
-                blame = failure.lost.get(k)
-                yield k, Lost(f"there is no sum: {failure}{f' ({blame})' if blame else ''}")
+                yield k, Lost(f"there is no sum: {failure}{why}")
+            return
+        except _StatesLost as failure:
+            yield from failure.lost.items()
             return
         for k, why in summed.lost.items():
             yield k, Lost(why)
-        states = {k: _state(answer.has_state, round) for k, answer in summed.answered.items()}
+        states = {k: _state(answer.state_key, round) for k, answer in summed.answered.items()}
         yield None, SumOfAnswers(summed.total, states, round)
 
     def survey(self, clients: Sequence[ClientId]) -> Iterator[tuple[ClientId | None, Tree]]:
@@ -194,10 +207,16 @@ class FlowerEngine:
                 computes = stage.name == "masked"
                 seconds = question.deadline if computes else self._options.deadlines.evaluate
                 asked[k] = SumQuestion.about(question, name, stage, seconds), {**own, **(more if computes else {})}
+            states_lost: dict[ClientId, StateLost] = {}
             for k, reply in self._ask(asked, SumAnswer, self._at_once if stage.name == "keys" else 1):
                 if isinstance(reply, Refused):
                     refused.add(k)
+                if isinstance(reply, StateLost):
+                    states_lost[k] = reply
                 yield k, reply
+            # A sum of the others, and then one of all from new states, would differ by what a single site adds.
+            if states_lost and stage.name == "keys":
+                raise _StatesLost(states_lost)
 
         while True:
             name, refused = secrets.token_hex(8), set[ClientId]()
@@ -209,7 +228,7 @@ class FlowerEngine:
                 time.sleep(NODES)
 
     def _ask(
-        self, letters: Mapping[ClientId, Letter], kind: type[A], fewest: int
+        self, letters: Mapping[ClientId, Letter], answer: type[A], fewest: int
     ) -> Iterator[tuple[ClientId, Reply[A] | Lost]]:
         """Ask sites, and give their replies as they come; for each that gives none why."""
         nodes = self._members.connected(letters, fewest)
@@ -217,10 +236,15 @@ class FlowerEngine:
             if k not in nodes:
                 yield k, Lost(f"site '{self._members.name(k)}' is not connected")
         site_of = {node: k for k, node in nodes.items()}
-        for node, reply in self._transport.ask({node: letters[k] for k, node in nodes.items()}, kind):
+        for node, reply in self._transport.ask({node: letters[k] for k, node in nodes.items()}, answer):
             k = site_of[node]
             if isinstance(reply, NoAnswer):
-                yield k, (Refused if reply.refused else Lost)(f"site '{self._members.name(k)}' {reply.reason}")
+                named = getattr(letters[k][0], "state", None) is not None
+                kind = Refused if reply.refused else StateLost if reply.no_state and named else Lost
+                lost = kind(f"site '{self._members.name(k)}' {reply.reason}")
+                if kind is StateLost:
+                    self._say(lost.reason)
+                yield k, lost
             else:
                 yield k, reply
 
@@ -237,16 +261,16 @@ class FlowerEngine:
 
 
 def _as_answer(reply: Reply[TrainAnswer], asked: int) -> Answer | Lost:
-    """What `training.rounds` judges: of the state only the round that it is of."""
+    """What `training.rounds` judges. The state is represented by its round and its key."""
     try:
         update = _tree(reply)
     except UpdateRejected as error:
         return Lost(str(error))
-    return Answer(update, _state(reply.answer.has_state, asked), reply.answer.round)
+    return Answer(update, _state(reply.answer.state_key, asked), reply.answer.round)
 
 
-def _state(has_state: bool, round: int) -> Tree:
-    return {"round": torch.tensor(round)} if has_state else {}
+def _state(key: int | None, round: int) -> Tree:
+    return {} if key is None else {"round": torch.tensor(round), "key": torch.tensor(key)}
 
 
 def _checked(reply: Reply[A]) -> Tree:

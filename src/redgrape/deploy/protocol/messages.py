@@ -87,13 +87,14 @@ class SurveyQuestion(_OfRun):
 
 @dataclass(frozen=True, kw_only=True)
 class TrainQuestion(_OfRun):
-    """`state`: the round that the client's state must be of; none before its first. `reach`: how many rounds the server
-    may go back."""
+    """`state`, `state_key`: the round and the key of the client's state that the server counts on; None before the
+    client's first. `reach`: how many rounds the server may go back."""
 
     kind, carries = "train", "broadcast"
 
     reach: int
     state: int | None = None
+    state_key: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,6 +123,7 @@ class SumQuestion(_OfRun):
     lost: list[int] | None = None
     reach: int | None = None
     state: int | None = None
+    state_key: int | None = None
 
     @classmethod
     def about(cls, question: Question, name: str, stage: Stage, deadline: float) -> SumQuestion:
@@ -185,10 +187,12 @@ class SurveyAnswer(Answer):
 
 @dataclass(frozen=True, kw_only=True)
 class TrainAnswer(Answer):
+    """`state_key`: the key of the client's new state; None if it has none."""
+
     carries = "update"
 
     round: int
-    has_state: bool
+    state_key: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,19 +202,21 @@ class EvaluateAnswer(Answer):
 
 @dataclass(frozen=True, kw_only=True)
 class SumAnswer(Answer):
-    """`layout`: names and shapes of what was masked. `has_state`: as in the answer that was added."""
+    """`layout`: names and shapes of what was masked. `state_key`: as in the answer that was added."""
 
     layout: list[Any] | None = None
-    has_state: bool = False
+    state_key: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Failure(_Message):
-    """`refused`: the site's policy does not allow what was asked, so asking again does not help."""
+    """`refused`: the site's policy does not allow what was asked, so asking again does not help. `no_state`: the site
+    does not have the state that the question names."""
 
     error: str
     site: int | None = None
     refused: bool = False
+    no_state: bool = False
 
 
 A = TypeVar("A", bound=Answer)

@@ -45,7 +45,7 @@ from redgrape.deploy.protocol.messages import (
     TrainAnswer,
     TrainQuestion,
 )
-from redgrape.deploy.protocol.site_states import SiteStates
+from redgrape.deploy.protocol.site_states import SiteStates, StateMissing
 from redgrape.deploy.protocol.wire import REFUSED, Header, NotUnderstood, Parts
 from redgrape.deploy.setup import site_data
 from redgrape.deploy.setup.folder import SiteFolder
@@ -103,6 +103,8 @@ class DeployedSite:
             words = " ".join(str(error).split())
             print(f"{REFUSED}{words}", file=sys.stderr, flush=True)
             return Failure(site=self.index, error=words, refused=True).to_header(), {}
+        except StateMissing as error:
+            return Failure(site=self.index, error=str(error), no_state=True).to_header(), {}
         except Exception as error:  # a site that fails must say so, and be there for the next question
             return Failure(site=self.index, error=_for_the_server(error)).to_header(), {}
 
@@ -152,12 +154,16 @@ class DeployedSite:
 
     def _train(self, question: TrainQuestion, broadcast: Tree) -> tuple[TrainAnswer, Tree]:
         half, run, round, start = self._half(question.experiment), question.run, question.round, question.state
-        state = None if start is None else self._states.load(run, start)
-        answer = half.run(self.index, broadcast, state, round)
+        answer = half.run(self.index, broadcast, self._state(question), round)
         new = tree.ordered(answer.state)
-        if new:
-            self._states.save(run, round, new, question.reach, start)
-        return TrainAnswer(site=self.index, round=round, has_state=bool(new)), tree.ordered(answer.update)
+        key = self._states.save(run, round, new, question.reach, start) if new else None
+        return TrainAnswer(site=self.index, round=round, state_key=key), tree.ordered(answer.update)
+
+    def _state(self, question: TrainQuestion) -> Tree | None:
+        """The state that the question names; StateMissing if this site does not have it."""
+        if question.state is None:
+            return None
+        return self._states.load(question.run, question.state, question.state_key)
 
     def _evaluate(self, question: EvaluateQuestion, model: Tree) -> tuple[Answer, Tree]:
         if not self.options.evaluates:
@@ -180,26 +186,28 @@ class DeployedSite:
 
         stage = Stage(question.stage, question.arrived, question.lost)
         if stage.name == "keys":
-            self._half(question.experiment)  # raises NotAllowed before anybody computes
+            self._half(question.experiment)  # NotAllowed and StateMissing come before anybody computes
+            if isinstance(added := question.added(), TrainQuestion):
+                self._state(added)
             self._sums = question.sum, Member(self.index)
         if self._sums is None or self._sums[0] != question.sum:
             raise ConfigError("this site takes part in another secure sum, or was started anew since this one began")
         answer, numbers = SumAnswer(site=self.index), None
         if stage.name == "masked":
-            has_state, summand = self._summand(question, parts)
+            state_key, summand = self._summand(question, parts)
             layout, numbers = fixed_point.encode(summand, self.options.sites)
-            answer = SumAnswer(site=self.index, layout=layout, has_state=has_state)
+            answer = SumAnswer(site=self.index, layout=layout, state_key=state_key)
         return answer, self._sums[1].answer(stage, parts, numbers)
 
-    def _summand(self, question: SumQuestion, parts: Parts) -> tuple[bool, Tree]:
-        """What this site adds, and whether its client has a state after it."""
+    def _summand(self, question: SumQuestion, parts: Parts) -> tuple[int | None, Tree]:
+        """What this site adds, and the key of its client's new state."""
         added = question.added()
         answer, value = self._alone(added, parts)
         if not isinstance(answer, TrainAnswer):
-            return False, value
+            return None, value
         broadcast = _tree(parts, added.carries)
         summand = self._half(question.experiment).summand(self.index, broadcast, value, question.round)
-        return answer.has_state, summand
+        return answer.state_key, summand
 
     def _half(self, text: str) -> ClientHalf:
         """The client half of the method that the server's experiment names."""

@@ -24,11 +24,12 @@ _KINDS = {"train": "train", "evaluate": "evaluate"}  # Flower's types of message
 
 class NoAnswer(NamedTuple):
     """What a node did instead. `again`: it may only have been busy, and can be asked again. `refused`: its policy does
-    not allow the question."""
+    not allow the question. `no_state`: it does not have the state that the question names."""
 
     reason: str
     again: bool
     refused: bool = False
+    no_state: bool = False
 
 
 class Transport:
@@ -101,7 +102,7 @@ def _read(message: Message, kind: type[A]) -> Reply[A] | NoAnswer:
         return NoAnswer(f"gave an answer that cannot be read: {error}", again=False)
     if isinstance(answer, Failure):
         verb = "refuses" if answer.refused else "answers"
-        return NoAnswer(f"{verb}: {_short(answer.error, 500)}", again=False, refused=answer.refused)
+        return NoAnswer(f"{verb}: {_short(answer.error, 500)}", False, answer.refused, answer.no_state)
     return Reply(answer, parts)
 
 

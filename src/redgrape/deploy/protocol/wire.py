@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 Header: TypeAlias = dict[str, Any]
 Parts: TypeAlias = Mapping[str, bytes]
 
-PROTOCOL = 1  # of the questions and answers; both sides must speak the same
+PROTOCOL = 2  # of the questions and answers; both sides must speak the same
 LARGEST_HEADER = 1 << 20  # bytes
 LARGEST_LETTER = 1 << 34
 REFUSED = "REFUSED: "  # begins a line of a site's log if its policy does not allow a question
