@@ -128,6 +128,7 @@ class Method(LocalTraining, ABC):
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
 
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
+    sums_of_states: ClassVar[tuple[str, ...]] = ()  # groups of the server's state that are sums over client states
     uses_auxiliary: ClassVar[bool] = False  # whether the server needs a balanced set of its own
     cheap: ClassVar[Mapping[str, Any]] = {}  # hyper-parameters that only reduce the work, for quick checks
     fidelity: ClassVar[str] = ""  # its sources, and what is uncertain
@@ -177,12 +178,6 @@ class Method(LocalTraining, ABC):
     @abstractmethod
     def server_update(self, server: Tree, received: Received, site: ServerSite) -> Tree:
         """The server's new state from what was received."""
-
-    def forget_clients(self, server: Tree) -> Tree | None:
-        """The server's state if no client had sent anything of its own state yet: sums over client states are zero.
-        A round that begins with it, and with no client state, puts these sums right after a client lost its state.
-        None if the method has no such form; the client is then left out."""
-        return None
 
     def needs_single(self) -> str:
         """Why the server half needs `received.each` because reductions are not enough; empty if they are. A method that

@@ -122,8 +122,9 @@ def rounds(
                     if not answers.states_lost:
                         break
                     states_lost |= answers.states_lost
-                    if (anew := method.forget_clients(state.server)) is not None:
-                        before, clients = anew, clients.emptied()
+                    if method.sums_of_states:  # all start anew: what they send now replaces these sums
+                        zero = {name: tree.sub(before[name], before[name]) for name in method.sums_of_states}
+                        before, clients = {**before, **zero}, clients.emptied()
                     else:
                         asked = [k for k in asked if k not in states_lost]
                 for k in set(sampled) - set(asked):

@@ -256,7 +256,7 @@ def test_a_site_says_each_refusal_once(tmp_path: Path, deployment: Deployment, f
     line = f"{wire.REFUSED}no"
     for text in ("", line, f"{line}\n", f"{line}\nother words\n{line}\n", f"{line}\n{line}\n{line} more\n"):
         (tmp_path / "log").write_text(text)
-        role._tell_of_refusals()
+        role._report_refusals()
     role._resident = None
     role.stop()
     assert said == [line, f"{line} more"]
@@ -269,7 +269,7 @@ def test_a_run_that_one_site_may_make_alone_is_warned_of(
     assert capsys.readouterr().err == ""
     assert cli.run(["deploy", "run", str(deployment.path), "--dry-run", "-c", "min_answers=1"]) == 0
     said = capsys.readouterr().err
-    assert said.startswith("warning: min_answers is 1: where a single site") and said.count("\n") == 1
+    assert said.startswith("warning: min_answers is 1: if a single site") and said.count("\n") == 1
 
 
 def test_without_flower_one_line_tells_what_to_install(
@@ -381,7 +381,7 @@ def test_a_failure_at_a_site_tells_the_server_no_path(
 
     monkeypatch.setattr(site, "_train", full)
     header, _ = site.answer(_question(), model)
-    assert header["error"] == "OSError at this site, whose log tells more"
+    assert header["error"] == "OSError at this site; its log has the details"
     assert f"No space left on device: '{run}'" in capsys.readouterr().err
 
 
@@ -521,7 +521,7 @@ def test_more_sites_than_there_are_are_refused_before_anything_starts(
     values = {**more, "net": {"name": "linear"}, "method": {"name": "fedavg"}}
     (tmp_path / "d/experiment.toml").write_text(tomli_w.dumps(values))
     assert cli.run(["deploy", "run", str(tmp_path / "d")]) == 2
-    assert "there are 3 sites, of which" in capsys.readouterr().err
+    assert "there are 3 sites; " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["balanced_softmax", "logit_adjustment"])
@@ -683,7 +683,7 @@ def test_a_site_that_is_below_the_floor_in_every_class_evaluates_none(tmp_path: 
     create(tmp_path / "d", options(min_count=100))
     site = DeployedSite(SiteFolder(tmp_path / "d/sites/north"), federated.data("north"))
     header, parts = site.answer(_question("evaluate"), {"model": tree.to_bytes({})})
-    assert "tests no class of which it trains with 100 examples" in header["error"] and parts == {}
+    assert "no test example of a class with 100 training examples" in header["error"] and parts == {}
 
 
 class Surveyed(DeployedSite):
@@ -734,13 +734,13 @@ def _impatient(deployment: Deployment) -> Deployment:
 @pytest.mark.parametrize(
     ("says", "words"),
     [
-        ({"examples": 10**9 + 1}, "says that it has 1000000001 examples, which cannot be"),
-        ({"examples": 0}, "says that it has 0 examples, which cannot be"),
-        ({"examples": None}, "says that it has None examples, which cannot be"),
+        ({"examples": 10**9 + 1}, "declares 1000000001 examples, which is not possible"),
+        ({"examples": 0}, "declares 0 examples, which is not possible"),
+        ({"examples": None}, "declares None examples, which is not possible"),
         ({"examples": True}, "gave an answer that cannot be read: 'examples' must be a whole number, and is True"),
         ({"agreement": [1]}, "gave an answer that cannot be read: 'agreement' must be a table, and is [1]"),
         ({"evaluates": 0}, "gave an answer that cannot be read: 'evaluates' must be true or false, and is 0"),
-        ({"tests": -1}, "says that it has -1 tests, which cannot be"),
+        ({"tests": -1}, "declares -1 tests, which is not possible"),
         ({"redgrape": "0.0.7"}, "has redgrape 0.0.7, and the server "),
     ],
 )
@@ -779,7 +779,7 @@ def test_a_site_s_first_declaration_counts_for_the_run(
     folder.write_experiment(folder.experiment().with_rounds(2))
     more = _joining(deployment, federated, examples=10**6)
     _, said = _run(deployment, FakeGrid(deployment, [*sites[:2], more]), "a")
-    words = "site 'west' joined this run with 37 examples and 0 to test on, and says 1000000 and 0 now"
+    words = "site 'west' joined this run with 37 examples and 0 to test on, but now declares 1000000 and 0"
     assert any(words in line for line in said)
     assert [record["answered"] for record in folder.metrics()] == [[0, 1, 2], [0, 1]]
 
@@ -801,7 +801,7 @@ def test_an_evaluation_has_as_many_examples_as_its_site_has_declared(tmp_path: P
     ]
     folder, said = _run(deployment, FakeGrid(deployment, sites), "a", rounds=1)
     tests = [len(site.test) for site in sites]
-    words = f"the evaluation of site 'west' is not taken: 'confusion' counts {100 * tests[2]} examples, and the site"
+    words = f"the evaluation of site 'west' was rejected: 'confusion' counts {100 * tests[2]} examples, but the site"
     assert any(words in line for line in said)
     summary = folder.summary()
     assert summary is not None
@@ -870,7 +870,7 @@ def test_a_node_for_which_flower_has_an_error_is_asked_again(
     assert [kind for _, kind in grid.kinds[:6]] == ["join"] * 6
     assert not any("refused" in words for words in said)
     for name in SITES:
-        assert f"site '{name}' failed: Message Unavailable (code 0), and is asked again who it is" in said
+        assert f"site '{name}' failed: Message Unavailable (code 0); asking it again who it is" in said
     state, _ = folder.latest()
     assert state is not None
     assert tree.equal(state.server, locally(folder.experiment(), federated))
@@ -894,7 +894,7 @@ def test_the_key_decides_who_a_site_is(deployment: Deployment, sites: list[Deplo
     (deployment.path / "deploy.toml").write_text(toml.replace("join = 300.0", "join = 0.5"))
     folder, said = _run(Deployment(deployment.path), grid, "a")
     assert [record["answered"] for record in folder.metrics()] == [[1]] * 3
-    assert any("it says that it is site 'north', and its key is that of 'west'" in words for words in said)
+    assert any("it says that it is site 'north', but its key is that of 'west'" in words for words in said)
     assert {kind for node, kind in grid.kinds if node != 101} == {"join"}, "nothing of the model was sent to them"
 
 
@@ -959,7 +959,7 @@ def test_a_site_runs_the_app_that_it_knows_and_no_other(
         assert tasks == [] and "by another name" in errors[0]
     (app / "redgrape_app/client.py").write_text("print('run')\n")
     tasks, errors = Sent(app).pulled(own)
-    assert tasks == [] and f"this site runs {own} alone (app in its site.toml)" in errors[0]
+    assert tasks == [] and f"this site runs only {own} (app in its site.toml)" in errors[0]
     assert capsys.readouterr().out.count(NOT_RUN) == 4
     with pytest.raises(SystemExit, match="could not be held"):
         pin(SimpleNamespace(), own)
@@ -975,7 +975,7 @@ def test_a_site_tells_of_an_app_that_it_did_not_run_once(deployment: Deployment,
         "all else",
         f"{NOT_RUN}two",
     ):
-        role._tell_of_other_app(words)
+        role._report_other_app(words)
     assert said == ["NOT RUN: the one", "NOT RUN: two"]
     role.stop()
 
@@ -1264,7 +1264,7 @@ def test_a_run_that_tells_nothing_for_longer_than_its_deadlines_is_given_up(
     submission = _submission(deployment, link)
     assert submission._longest > 3600 + 300 + 600
     monkeypatch.setattr(submission, "_longest", 0.5)
-    with pytest.raises(RedgrapeError, match=r"has told nothing for 0.5 seconds and was given up"):
+    with pytest.raises(RedgrapeError, match=r"has reported nothing for 0.5 seconds and was given up"):
         submission.carry_out(lambda step: None, lambda words: None)
     assert link.stopped == 1
 
@@ -1351,7 +1351,7 @@ def test_a_site_that_waits_for_its_server_says_so_again(
     role = site_role.SiteRole(SiteFolder(deployment.site("north")), federated.data("north"), said.append)
     answers = iter(["refused"] * 5 + [None])
     monkeypatch.setattr(site_role, "check_server", lambda folder: next(answers))
-    monkeypatch.setattr(site_role, "TOLD_EVERY", 0.0)
+    monkeypatch.setattr(site_role, "REPORT_EVERY", 0.0)
     monkeypatch.setattr(time, "sleep", lambda seconds: None)
     role._await_server()
     assert len(said) == 5

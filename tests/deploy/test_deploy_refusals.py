@@ -154,7 +154,7 @@ def test_a_swapped_key_is_refused(deployment: Local, west: Path, tally: Callable
     site.says("taking part")
     wait_for(lambda: "SuperNode ID" in (west / "supernode.log").read_text(), "a connection", 90)
     text = deployment.run("swapped", *SMALL, "--rounds", 1, "-c", "min_answers=1")
-    assert "it says that it is site 'west', and its key is that of 'south'" in text
+    assert "it says that it is site 'west', but its key is that of 'south'" in text
     assert deployment.metrics("swapped")[0]["answered"] == [0]
     assert not _model_was_sent(west)
     site.end()

@@ -34,6 +34,7 @@ class Scaffold(FedAvg):
     momentum: float = Field(0.0, ge=0, lt=1, description="momentum of sgd; the paper has none")
 
     presets: ClassVar = {"paper": {}}
+    sums_of_states: ClassVar[tuple[str, ...]] = ("c",)
     fidelity: ClassVar[str] = (
         "from a secondary source, which states option II; with momentum, which the paper does not have, S counts "
         "effective steps, and with clipping, which it has not either, c_i is biased"
@@ -51,9 +52,6 @@ class Scaffold(FedAvg):
 
     def broadcast(self, server: Tree) -> Tree:
         return {"model": server["model"], "c": server["c"]}
-
-    def forget_clients(self, server: Tree) -> Tree:
-        return {**server, "c": {name: torch.zeros_like(c) for name, c in server["c"].items()}}
 
     @stackable
     def client_update(self, broadcast: Tree, state: Tree, site: ClientSite) -> tuple[Tree, Tree]:

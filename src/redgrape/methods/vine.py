@@ -61,6 +61,7 @@ class Vine(FedAvg):
 
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {"paper": {}, "stateless": {"memory": False}}
     fidelity: ClassVar[str] = "ours; from RedGrape's equations"
+    sums_of_states: ClassVar[tuple[str, ...]] = ("G",)
 
     def parts(self, model: Tensors, site: Site) -> Parts:
         W = classifier.of(model)
@@ -88,9 +89,6 @@ class Vine(FedAvg):
 
     def init_client(self, broadcast: Tree) -> Tree:
         return {"sent": _zeros(broadcast["G"])} if self.memory else {}
-
-    def forget_clients(self, server: Tree) -> Tree:
-        return {**server, "G": _zeros(server["G"])} if self.memory else server
 
     def client_update(self, broadcast: Tree, state: Tree, site: ClientSite) -> tuple[Tree, Tree]:
         net = self.load_for_training(broadcast["model"], site)

@@ -209,8 +209,8 @@ def _link(deployment: Deployment, simulated_data: Path | None) -> Iterator[tuple
         yield deployment, Link(deployment)
         return
     simulated = SimulatedDeployment(deployment.path, simulated_data)
-    told = {SIMULATED_DATA: str(simulated_data.resolve())}
-    with running(Server(simulated, _say, simulation=True), **told) as server:
+    variables = {SIMULATED_DATA: str(simulated_data.resolve())}
+    with running(Server(simulated, _say, simulation=True), **variables) as server:
         yield simulated, server.link
 
 

@@ -42,7 +42,7 @@ def why_refused(experiment: Experiment, options: DeployOptions | SiteOptions) ->
     if (rows := class_rows(parts)) and not options.class_rows:
         return (
             f"method '{name}' sends class rows ({', '.join(rows)}), and class_rows is false; choose another method, "
-            "such as vine, or set class_rows=true in deploy.toml and every site.toml"
+            "or set class_rows=true in deploy.toml and every site.toml"
         )
     if reason := exchange.refuses(parts, single=single, surveys=bool(survey), summed=summed):
         without = "; or set secure_aggregation=false in deploy.toml and every site.toml" if summed else ""

@@ -1,5 +1,5 @@
-"""The server's engine: clients are sites. Rounds, the survey and evaluations are questions to them, answered one by one
-or as secure sums. A client's state lies at its site. The server keeps only its round and its key (site_states.py)."""
+"""The server's engine: clients are sites. Rounds, the survey and evaluations are questions to them. Sites answer singly
+or in secure sums. A client's state lies at its site. The server keeps only its round and its key (site_states.py)."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class _StatesLost(Exception):
 
 
 class FlowerEngine:
-    """`run`: the name by which sites keep the states of this run."""
+    """`run`: the name under which sites keep the states of this run."""
 
     def __init__(
         self,
@@ -102,7 +102,7 @@ class FlowerEngine:
     def _sum_of_clients(
         self, letters: Mapping[ClientId, Letter], round: int
     ) -> Iterator[tuple[ClientId | None, SumOfAnswers | Lost]]:
-        """The sum of the clients' updates, and who is not in it."""
+        """The sum of the clients' updates, and the clients that are not in it."""
         from redgrape.deploy.protocol.secure_sum import SumFailed
 
         try:
@@ -121,7 +121,7 @@ class FlowerEngine:
         yield None, SumOfAnswers(summed.total, states, round)
 
     def survey(self, clients: Sequence[ClientId]) -> Iterator[tuple[ClientId | None, Tree]]:
-        """All of them must answer: a sum over fewer would be of another federation."""
+        """All clients must answer: a sum over fewer would describe another federation."""
         question = SurveyQuestion(deadline=self._options.deadlines.evaluate, run=self._run, experiment=self._experiment)
         letters: dict[ClientId, Letter] = {k: (question, {}) for k in clients}
         if self._options.secure_aggregation:
@@ -136,7 +136,7 @@ class FlowerEngine:
                 yield k, _checked(reply)
             except UpdateRejected as reason:
                 raise TooFewClients(
-                    f"what site '{self._members.name(k)}' answers to the survey is not taken: {reason}"
+                    f"the answer of site '{self._members.name(k)}' to the survey was rejected: {reason}"
                 ) from reason
 
     def evaluate(self, model: Tensors, split: Split) -> Scores:
@@ -155,7 +155,7 @@ class FlowerEngine:
             try:
                 return evaluation.combine([self._scores(summed.total)])
             except UpdateRejected as error:
-                raise TooFewClients(f"the sum of the sites' evaluations is not taken: {error}") from error
+                raise TooFewClients(f"the sum of the sites' evaluations was rejected: {error}") from error
         scores: dict[ClientId, tuple[torch.Tensor, float]] = {}
         for k, reply in self._ask(letters, EvaluateAnswer, 1):
             if isinstance(reply, Lost):
@@ -164,13 +164,13 @@ class FlowerEngine:
             try:
                 scores[k] = self._scores(_checked(reply), self._members.tests(k))
             except UpdateRejected as error:
-                self._say(f"the evaluation of site '{self._members.name(k)}' is not taken: {error}")
+                self._say(f"the evaluation of site '{self._members.name(k)}' was rejected: {error}")
         if not scores:
-            raise TooFewClients("no site has evaluated the model; metrics cannot be made")
+            raise TooFewClients("no site has evaluated the model, so there are no metrics")
         return evaluation.combine([score for _, score in sorted(scores.items())])
 
     def _scores(self, sent: Tree, tests: int | None = None) -> tuple[torch.Tensor, float]:
-        """`tests`: on how many examples this site evaluates, where that is known."""
+        """`tests`: the number of test examples of this site, if it is known."""
         C = self._half.federation.num_classes
         confusion, loss = sent.get("confusion"), sent.get("loss")
         if not (isinstance(confusion, torch.Tensor) and confusion.shape == (C, C) and confusion.dtype == torch.int64):
@@ -178,7 +178,7 @@ class FlowerEngine:
         if (confusion < 0).any() or not confusion.sum() or (confusion > 10**9).any():
             raise UpdateRejected("'confusion' must count examples")
         if tests is not None and int(confusion.sum()) != tests:
-            raise UpdateRejected(f"'confusion' counts {int(confusion.sum())} examples, and the site declared {tests}")
+            raise UpdateRejected(f"'confusion' counts {int(confusion.sum())} examples, but the site declared {tests}")
         if not (isinstance(loss, torch.Tensor) and loss.shape == () and torch.isfinite(loss) and loss >= 0):
             raise UpdateRejected("'loss' must be one finite number that is not negative")
         return confusion, float(loss)
@@ -194,8 +194,8 @@ class FlowerEngine:
             raise TooFewClients(f"the sites' answers to '{kind}' gave no sum: {failure}{why}") from failure
 
     def _sum(self, letters: Mapping[ClientId, Letter], fewest: int) -> Summed:
-        """The secure sum of what sites answer to these questions. As long as too few are there to begin, they are
-        waited for, as a run without secure sums would wait for them."""
+        """The secure sum of the sites' answers to these questions. If too few sites are there to begin, wait for them,
+        as a run without secure sums would."""
         from redgrape.deploy.protocol.secure_sum import NotBegun, secure_sum
 
         ends = time.monotonic() + self._options.deadlines.join
@@ -230,7 +230,7 @@ class FlowerEngine:
     def _ask(
         self, letters: Mapping[ClientId, Letter], answer: type[A], fewest: int
     ) -> Iterator[tuple[ClientId, Reply[A] | Lost]]:
-        """Ask sites, and give their replies as they come; for each that gives none why."""
+        """Ask sites, and yield their replies as they arrive; for a site that gives none, the reason."""
         nodes = self._members.connected(letters, fewest)
         for k in letters:
             if k not in nodes:
@@ -274,7 +274,7 @@ def _state(key: int | None, round: int) -> Tree:
 
 
 def _checked(reply: Reply[A]) -> Tree:
-    """Named tensors from a site, else UpdateRejected. What is in them is for others to judge."""
+    """Named tensors from a site, else UpdateRejected. Their values are checked elsewhere."""
     sent = _tree(reply)
     named_tensors(sent)
     return sent

@@ -100,8 +100,8 @@ rounds: keep it during a run.
 
 _LEAVES = """\
 - in each round your update of the model (with some methods also a second one of its size, such as that of
-  SCAFFOLD's control variates), the number of your examples and your mean training loss; such an update often tells
-  which classes you hold, and nearly the features of an example that is the only one of its class;
+  SCAFFOLD's control variates), the number of your examples and your mean training loss; such an update often
+  discloses which classes you hold, and nearly the features of an example that is the only one of its class;
 - {rows};
 - if a method asks for it before the first round, how many examples of each class you hold, or which: {counts};
 - {evaluation};
@@ -281,9 +281,9 @@ def _fill_site(path: Path, name: str, index: int, options: DeployOptions, author
 
 def _leaves(site: SiteOptions) -> str:
     """What leaves a site, for its engineer."""
-    all_told = site.secure_aggregation or site.min_count == 1
-    counts = "your site answers" if all_told else f"your site refuses, because its min_count is {site.min_count}"
-    floor = "" if all_told else f", for the classes of which you train with at least {site.min_count} examples"
+    unrestricted = site.secure_aggregation or site.min_count == 1
+    counts = "your site answers" if unrestricted else f"your site refuses, because its min_count is {site.min_count}"
+    floor = "" if unrestricted else f", for the classes of which you train with at least {site.min_count} examples"
     evaluation = (
         f"in an evaluation how often which class of your test set was taken for which, and the loss{floor}"
         if site.evaluates

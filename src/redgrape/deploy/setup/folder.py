@@ -73,12 +73,13 @@ class DataAgreement(BaseModel):
 
     model_config = _STRICT
 
-    classes: Names = Field(description="the names of all classes, in the order of their numbers", min_length=2)
+    classes: Names = Field(description="the names of all classes, in order", min_length=2)
     shape: Annotated[tuple[Annotated[int, Field(ge=1)], ...], BeforeValidator(_tuple)] = Field(
-        description="of one input: channels, height and width of an image, or the length of a vector", min_length=1
+        description="the shape of an input: channels, height and width of an image, or the length of a vector",
+        min_length=1,
     )
     input: Literal["uint8", "float"] = Field("uint8", description="uint8 pixels, or numbers")
-    image_size: int | None = Field(None, ge=1, description="resize the images of folders to so many pixels square")
+    image_size: int | None = Field(None, ge=1, description="resize the images of folders to this many pixels square")
 
 
 class Deadlines(BaseModel):
@@ -86,9 +87,11 @@ class Deadlines(BaseModel):
 
     model_config = _STRICT
 
-    join: float = Field(300.0, gt=0, allow_inf_nan=False, description="for the sites of a round to be connected")
-    round: float = Field(3600.0, gt=0, allow_inf_nan=False, description="for a site's update")
-    evaluate: float = Field(600.0, gt=0, allow_inf_nan=False, description="for a site's evaluation, or a question")
+    join: float = Field(300.0, gt=0, allow_inf_nan=False, description="seconds for the sites of a round to connect")
+    round: float = Field(3600.0, gt=0, allow_inf_nan=False, description="seconds for a site's update")
+    evaluate: float = Field(
+        600.0, gt=0, allow_inf_nan=False, description="seconds for a site's evaluation, or another answer"
+    )
 
 
 class _Described(BaseModel):
@@ -127,7 +130,7 @@ class DeployOptions(_Described):
     """deploy.toml: the server's description of a deployment."""
 
     sites: Annotated[tuple[SiteName, ...], BeforeValidator(_tuple), AfterValidator(_each_once)] = Field(
-        description="the sites in the order of their numbers", min_length=1
+        description="the names of the sites, in order", min_length=1
     )
     host: Host = Field(description="the name or address by which the sites reach the server")
     port: int = Field(8443, ge=1, le=65535, description="the port of the server")
@@ -173,7 +176,7 @@ class SiteOptions(_Described):
     server: str = Field(min_length=3, description="host:port of the server")
     plain: bool = Field(False, description="no TLS and no keys; on this machine only")
     app: str = Field(pattern="^[0-9a-f]{64}$", description="the SHA-256 of the Flower app; no other is run here")
-    evaluates: bool = Field(description="whether models are evaluated at the sites, each of which holds out a test set")
+    evaluates: bool = Field(description="whether models are evaluated at the sites; each then holds out a test set")
     secure_aggregation: bool = Field(
         False, description="policy: answer only in secure sums, in which the server sees no update of this site alone"
     )
