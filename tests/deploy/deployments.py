@@ -258,14 +258,14 @@ class Local:
         self.close()
 
 
-def sent_by_sites(deployment: Path, folder: RunFolder) -> dict[str, torch.Tensor]:
-    """The sum over the sites of what each says that it has sent, by the states that the server counts on."""
+def sent_by_sites(deployment: Path, folder: RunFolder, group: str = "sent") -> dict[str, torch.Tensor]:
+    """The sum over the sites of a group of their states: those that the server counts on."""
     state, _ = folder.latest()
     assert state is not None
     total: dict[str, torch.Tensor] = {}
     for k, named in state.clients.items():
         states = SiteStates(deployment / "sites" / SITES[k] / "states")
-        sent = states.load(folder.environment()["run"], int(named["round"]), int(named["key"]))["sent"]
+        sent = states.load(folder.environment()["run"], int(named["round"]), int(named["key"]))[group]
         total = {name: t + total.get(name, 0.0) for name, t in sent.items()}
     return total
 

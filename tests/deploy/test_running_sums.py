@@ -212,6 +212,23 @@ def test_a_site_without_its_state_starts_all_states_anew(
     assert all(len(record["answered"]) >= 2 for record in folder.metrics())
 
 
+def test_scaffold_starts_anew_too(deployment: Deployment, federated: Federated) -> None:
+    """c at the server is the mean over all sites of their c_i."""
+
+    def fault(k: int, header: dict[str, Any]) -> str:
+        first = (k, header["round"]) == (1, 3) and "forgets" not in grid.faults
+        return "forgets" if first and header.get("stage", "keys") == "keys" else ""
+
+    grid = Faulty(deployment, federated, fault)
+    folder, _ = _attempt(deployment, grid, rounds=4, method={"name": "scaffold", "batch_size": 8})
+    assert sum("states_lost" in record for record in folder.metrics()) == 1
+    state, _ = folder.latest()
+    assert state is not None and set(state.clients) == {0, 1, 2}
+    sent = sent_by_sites(deployment.path, folder, "c_i")
+    for name, c in state.server["c"].items():
+        torch.testing.assert_close(c, sent[name] / len(SITES), rtol=1e-5, atol=1e-6)
+
+
 def test_g_would_be_wrong_if_a_site_silently_began_anew(deployment: Deployment, federated: Federated) -> None:
     """The same loss without the check: what the tests above look for is there to be found."""
     grid = Faulty(deployment, federated, lambda k, header: "")
