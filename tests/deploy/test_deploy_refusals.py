@@ -14,7 +14,7 @@ import pytest
 pytest.importorskip("flwr")
 
 import tomli_w
-from deployments import Federated, Local, Running, family, first_updates, free_port, wait_for
+from deployments import OPEN, Federated, Local, Running, family, first_updates, free_port, wait_for
 from flwr.supercore.protobuf.constants import PROTOBUF_MEDIA_TYPE
 from test_deploy_doors import connect, head
 from test_deploy_doors import status as status_of
@@ -34,7 +34,7 @@ SMALL = ["-c", "net.name='mlp'", "-c", "method.lr=0.1", "-c", "method.batch_size
 def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Local]:
     folder = tmp_path_factory.mktemp("refusals")
     federated = Federated(folder / "data")
-    with Local(folder, federated, "--test", folder / "data/test.npz") as deployment:
+    with Local(folder, federated, *OPEN, "--test", folder / "data/test.npz") as deployment:
         deployment.set(deadlines__join=15)
         deployment.start_server()
         for name in ("north", "south"):
@@ -154,7 +154,7 @@ def test_a_swapped_key_is_refused(deployment: Local, west: Path, tally: Callable
     site.says("taking part")
     wait_for(lambda: "SuperNode ID" in (west / "supernode.log").read_text(), "a connection", 90)
     text = deployment.run("swapped", *SMALL, "--rounds", 1, "-c", "min_answers=1")
-    assert "it says that it is site 'west', and its key is that of 'south'" in text
+    assert "it says that it is site 'west', but its key is that of 'south'" in text
     assert deployment.metrics("swapped")[0]["answered"] == [0]
     assert not _model_was_sent(west)
     site.end()

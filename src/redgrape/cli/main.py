@@ -307,7 +307,12 @@ def _add_deployment(commands: Any) -> None:
         help="release only classes reported by N sites or more (3)",
     )
     command.add_argument(
-        "--secure-aggregation", action="store_true", help="the server sees only sums over sites, no single update"
+        "--secure-aggregation",
+        action=argparse.BooleanOptionalAction,
+        help="the server sees only sums over sites, no single update (default from three sites on)",
+    )
+    command.add_argument(
+        "--class-rows", action="store_true", help="sites send a row per class, as RedGrape and CReFF need"
     )
     command.add_argument("--plain", action="store_true", help="no TLS and no keys, for trials on this machine only")
 

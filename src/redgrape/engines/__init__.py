@@ -48,6 +48,10 @@ class Lost(NamedTuple):
     reason: str
 
 
+class StateLost(Lost):
+    """A client that no longer has the state that the run counts on. None of the round's answers is used then."""
+
+
 class Engine(Protocol):
     """Runs the client half of a method and evaluates models in the same place."""
 

@@ -68,6 +68,7 @@ class Vine(FedAvg):
         "unsurveyed": {"memory": False, "weights": "alike", "margin": 0.0},
     }
     fidelity: ClassVar[str] = "ours; from RedGrape's equations"
+    sums_of_states: ClassVar[tuple[str, ...]] = ("G",)
 
     @model_validator(mode="after")
     def _counts_are_known(self) -> Self:

@@ -110,7 +110,7 @@ def pin(flower: Any, app: str) -> None:
             fab = get_fab(name, run)
             found = hashlib.sha256(fab.content).hexdigest()
             if found != app:
-                raise OtherApp(f"the server's app is {found}, and this site runs {app} alone (app in its site.toml)")
+                raise OtherApp(f"the server's app is {found}, and this site runs only {app} (app in its site.toml)")
             named = fab.hash_str, runs[-1].fab_hash, runs[-1].fab_id, runs[-1].fab_version
             if named != (app, app, *get_fab_metadata(fab.content)):
                 raise OtherApp("the server calls its app by another name than the app itself, which is not run")
