@@ -24,7 +24,7 @@ from redgrape.engines.in_process import InProcess
 from redgrape.engines.pool import Pool
 from redgrape.errors import ConfigError, Diverged, TooFewClients
 from redgrape.exchange import Count, Direction, Parts, Statistics
-from redgrape.learning.evaluation import Scores
+from redgrape.learning import evaluation
 from redgrape.learning.schedule import decay
 from redgrape.method import ClientSite, ServerSite
 from redgrape.methods.fedavg import FedAvg
@@ -446,7 +446,7 @@ def test_scores() -> None:
     """Of class 0, 3 of 4 are right; of class 1, 2 of 2; of class 2, 1 of 4; class 3 has no example. In all 6 of 10; the
     mean of 3/4, 1 and 1/4 is 2/3; head (0 and 1) 5 of 6; tail (2 and 3) 1 of 4; the middle is empty."""
     confusion = torch.tensor([[3, 1, 0, 0], [0, 2, 0, 0], [1, 0, 1, 2], [0, 0, 0, 0]])
-    record = Scores(confusion, 0.5).record(Groups(head=(0, 1), middle=(), tail=(3, 2)))
+    record = evaluation.of_confusion(confusion, 5.0).record(Groups(head=(0, 1), middle=(), tail=(3, 2)))
     assert record == {
         "accuracy": 0.6,
         "balanced": pytest.approx(2 / 3),

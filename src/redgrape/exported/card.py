@@ -142,7 +142,7 @@ def _head_and_tail(run: Mapping[str, Any]) -> str:
 
 def _classes(card: Mapping[str, Any]) -> str:
     run = card["run"]
-    group = {c: name for name, classes in run["groups"].items() for c in classes}
+    group = {c: name for name in ("head", "middle", "tail") for c in run["groups"][name]}
     last = (run["last"] or {}).get("per_class")
     mean = run["per_class_mean_of_last"]
     rows = [

@@ -16,7 +16,7 @@ from redgrape.data import user_data
 from redgrape.data.examples import Examples
 from redgrape.errors import DataError
 from redgrape.exported.model import Model
-from redgrape.learning.evaluation import BATCH
+from redgrape.learning.sums import BATCH
 from redgrape.runs import durable
 
 CALIBRATION_BINS = 15

@@ -50,7 +50,7 @@ from redgrape.deploy.setup import site_data
 from redgrape.deploy.setup.folder import SiteFolder
 from redgrape.engines import ClientHalf
 from redgrape.errors import ConfigError, DataError, RedgrapeError
-from redgrape.learning import evaluation
+from redgrape.learning import evaluation, sums
 from redgrape.runs.experiment import Experiment
 from redgrape.tree import Tree
 
@@ -159,11 +159,9 @@ class Site:
                 f"this site tests no class of which it trains with {self.options.min_count} examples or more, and "
                 "evaluates no other (min_count in its site.toml)"
             )
-        starts = evaluation.batch_starts(self._judged)
+        starts = sums.batch_starts(self._judged)
         scores = self._half(question.experiment).score(tree.flatten(model), "test", starts)
-        confusion = torch.stack([counts for counts, _ in scores]).sum(dim=0)
-        loss = torch.tensor(sum(loss for _, loss in scores), dtype=torch.float64)
-        return EvaluateAnswer(site=self.index), {"confusion": confusion, "loss": loss}
+        return EvaluateAnswer(site=self.index), evaluation.combine([scores]).told()
 
     def _sum(self, question: SumQuestion, parts: Parts) -> tuple[SumAnswer, dict[str, bytes]]:
         """One stage of a secure sum; the numbers that this site adds leave it masked."""
