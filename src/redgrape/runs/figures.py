@@ -55,10 +55,10 @@ def unpacked(value: Any, longest: int = 10**6) -> Any:
     kind, size = packed[1], struct.calcsize(f"<{packed[1]}")
     stream = zlib.decompressobj()
     try:
-        data = stream.decompress(base64.b64decode(value[packed.end() :], validate=True), longest * size or 1)
-        numbers = struct.unpack(f"<{len(data) // size}{kind}", data)
-    except (zlib.error, binascii.Error, struct.error) as error:
+        data = stream.decompress(base64.b64decode(value[packed.end() :], validate=True), longest * size + 1)
+    except (zlib.error, binascii.Error) as error:
         raise ValueError(f"a packed list of numbers is damaged: {error}") from error
-    if not stream.eof:
+    if not stream.eof or len(data) % size:
         raise ValueError(f"a packed list of numbers is cut off, or longer than {longest}")
+    numbers = struct.unpack(f"<{len(data) // size}{kind}", data)
     return [None if math.isnan(v) else v for v in numbers]
