@@ -375,7 +375,7 @@ def test_history() -> None:
         assert record["bytes_down"] == 2 * 72
         assert record["bytes_up"] == 2 * (72 + 4 + 8)
         for split in ("test", "validation"):
-            fields = {"accuracy", "balanced", "head", "middle", "tail", "loss", "per_class"}
+            fields = {"accuracy", "balanced", "macro_f1", "head", "middle", "tail", "loss", "per_class"}
             assert record[split].keys() == fields
     assert record["validation"]["per_class"][1] is None
     start = LINEAR()
@@ -450,6 +450,7 @@ def test_scores() -> None:
     assert record == {
         "accuracy": 0.6,
         "balanced": pytest.approx(2 / 3),
+        "macro_f1": pytest.approx((6 / 8 + 4 / 5 + 2 / 5) / 3),  # 2 TP / (tested + predicted); class 3 is not tested
         "head": pytest.approx(5 / 6),
         "middle": None,
         "tail": 0.25,

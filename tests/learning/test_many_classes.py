@@ -48,7 +48,7 @@ def test_counts_are_those_of_the_whole_matrix(C: int) -> None:
     scores = evaluation.combine(parts)
     y, said = examples.labels, z.argmax(dim=1)
     matrix = torch.zeros(C, C, dtype=torch.int64).index_put_((y, said), torch.tensor(1), accumulate=True)
-    assert scores.confusion is not None and scores.confusion.is_sparse == (C > evaluation.DENSE)
+    assert scores.confusion is not None and scores.confusion.is_sparse == (C > sums.DENSE)
     assert torch.equal(scores.confusion.to_dense(), matrix)
     assert torch.equal(scores.tested, matrix.sum(1)) and torch.equal(scores.predicted, matrix.sum(0))
     assert torch.equal(scores.right, matrix.diagonal())
@@ -71,7 +71,7 @@ def test_what_sites_tell_adds_up_to_one_evaluation(C: int) -> None:
     told = [scores.told() for scores in scored]
     for sent in told:
         assert {n: t.shape for n, t in sent.items() if n != "loss"} == evaluation.told_shapes(C)
-        assert sum(t.numel() for t in sent.values()) <= max(4 * C + 1, evaluation.DENSE**2)
+        assert sum(t.numel() for t in sent.values()) <= max(4 * C + 1, sums.DENSE**2)
     together = evaluation.of_told(told)
     whole = evaluation.combine([sums.of_batches(net, examples, sums.batch_starts(examples), CPU)])
     assert together.is_possible() and all(scores.is_possible() for scores in scored)

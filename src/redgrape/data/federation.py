@@ -35,6 +35,11 @@ class Groups:
     tail: tuple[int, ...]
     by_shots: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
+    def named(self) -> dict[str, tuple[int, ...]]:
+        """All groups that have classes."""
+        groups = {"head": self.head, "middle": self.middle, "tail": self.tail, **self.by_shots}
+        return {name: classes for name, classes in groups.items() if classes}
+
     @classmethod
     def by_count(cls, counts: Sequence[int], tail: Sequence[int] | None = None) -> Groups:
         classes = len(counts)

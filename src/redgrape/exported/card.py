@@ -11,6 +11,7 @@ from redgrape.reading import judged
 FIGURES = {
     "accuracy": "overall",
     "balanced": "class-balanced",
+    "macro_f1": "macro F1 score",
     "head": "head classes",
     "middle": "middle classes",
     "tail": "tail classes",

@@ -18,9 +18,17 @@ from redgrape.runs.checksums import hash_of
 from redgrape.runs.figures import FIGURES, LONGEST, OF_MANY_CLASSES
 
 EXTRA_DATA = " †"
+TOLD_ALWAYS = ("accuracy", "balanced", "head", "middle", "tail")  # by every redgrape
 TELLTALE = ("experiment.toml", "environment.json", "metrics.jsonl")  # files of a run folder
 TRIES = 3  # a run may be written to while it is read
-TITLES = {"accuracy": "overall", "balanced": "class-balanced", "head": "head", "middle": "middle", "tail": "tail"}
+TITLES = {
+    "accuracy": "overall",
+    "balanced": "class-balanced",
+    "macro_f1": "macro F1",
+    "head": "head",
+    "middle": "middle",
+    "tail": "tail",
+}
 OF_MANY = {"many": "more than 100", "medium": "20 to 100", "few": "fewer than 20", "top5": "top 5"}
 POINTS = 100  # with very many classes, a figure shows the means of this many neighbourhoods
 
@@ -160,7 +168,7 @@ class Result:
     on: str = "test"  # or validation, for choosing hyper-parameters
 
     def values(self, figure: str) -> list[float]:
-        values = [self._means(run)[figure] for run in self.runs]
+        values = [self._means(run).get(figure) for run in self.runs]  # older runs lack some figures
         return [value for value in values if value is not None]
 
     def _means(self, run: RunView) -> dict[str, Any]:
@@ -421,11 +429,12 @@ def _check_summary(
 ) -> None:
     """Raise StorageError if the summary does not match the metrics or the split."""
     evaluated = [record for record in metrics if "test" in record][-len(summary["averaged_rounds"]) :]
-    means = {f: _mean([record["test"][f] for record in evaluated]) for f in FIGURES}
+    told = [figure for figure in FIGURES if figure in summary["mean_of_last"] or figure in TOLD_ALWAYS]
+    means = {figure: _mean([record["test"][figure] for record in evaluated]) for figure in told}
     if (
         len(metrics) != summary["rounds"]
         or [record["round"] for record in evaluated] != summary["averaged_rounds"]
-        or any(not _same(means[figure], summary["mean_of_last"][figure]) for figure in FIGURES)
+        or any(not _same(means[figure], summary["mean_of_last"][figure]) for figure in told)
     ):
         raise StorageError(f"'{path}' is damaged: summary.json does not match metrics.jsonl")
     if environment is None or environment["split"] != summary["split"]:

@@ -11,7 +11,7 @@ import zlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
-FIGURES = ("accuracy", "balanced", "head", "middle", "tail")
+FIGURES = ("accuracy", "balanced", "macro_f1", "head", "middle", "tail")
 OF_MANY_CLASSES = ("many", "medium", "few", "top5")  # reported from 100 classes on
 LONGEST = 300  # longer lists of numbers are packed: as text, 8,142 numbers take 150 KB in every round
 _PACKED = re.compile(r"zlib-([dq?]):")

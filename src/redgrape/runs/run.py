@@ -23,7 +23,6 @@ from redgrape.data.sources import DATASETS
 from redgrape.determinism import same_bits_everywhere
 from redgrape.engines import ClientHalf, Engine
 from redgrape.errors import ConfigError, DataError, StorageError
-from redgrape.learning.evaluation import Scores
 from redgrape.method import Site
 from redgrape.privacy.disclosure import told_by
 from redgrape.privacy.ledger import PrivacyLedger
@@ -135,7 +134,7 @@ class Run:
                         yield step
                     assert state is not None  # there is at least one round
                     self.notes += self._refused_throughout()
-                    confusion = confusion_of(training.engine.evaluate(state.server["model"], "test"))
+                    confusion = training.engine.evaluate(state.server["model"], "test").confusion_cells()
             assert state is not None
             self.folder.write_summary(summarize(self.folder, self.experiment, state, confusion))
 
@@ -439,16 +438,6 @@ def contents(federation: Federation) -> str:
     return digest.hexdigest()
 
 
-def confusion_of(scores: Scores) -> Any:
-    """The confusion matrix for the summary: rows of numbers; with many classes, its cells that are not 0; None if only
-    the sums of each class are known."""
-    matrix = scores.confusion
-    if matrix is None or not matrix.is_sparse:
-        return None if matrix is None else matrix.tolist()
-    true, predicted = matrix.indices().tolist()
-    return {"classes": len(matrix), "true": true, "predicted": predicted, "examples": matrix.values().tolist()}
-
-
 def summarize(folder: RunFolder, experiment: Experiment, state: RunState, confusion: Any) -> dict[str, Any]:
     """The result of a run: means over the last evaluations, and details on the mistakes of the final model."""
     evaluated = [record for record in folder.metrics() if "test" in record][-LAST:]
@@ -488,7 +477,7 @@ def digest_of_state(state: RunState) -> str:
 
 
 def _means(scores: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
-    named = [*FIGURES, *[figure for figure in OF_MANY_CLASSES if all(figure in score for score in scores)]]
+    named = [f for f in (*FIGURES, *OF_MANY_CLASSES) if all(f in score for score in scores)]  # older rounds lack some
     return {figure: _mean([score[figure] for score in scores]) for figure in named} if scores else {}
 
 

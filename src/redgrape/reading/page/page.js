@@ -1,7 +1,9 @@
 "use strict";
 // Draws the page from its data (see figures.py for what is in it). All text goes in as text, never as markup.
 
-const FIGURES = { accuracy: "Overall", balanced: "Class-balanced", head: "Head", middle: "Middle", tail: "Tail" };
+const FIGURES = {
+  accuracy: "Overall", balanced: "Class-balanced", macro_f1: "Macro F1", head: "Head", middle: "Middle", tail: "Tail",
+};
 const GROUPS = { head: "Head: the frequent classes", middle: "Middle", tail: "Tail: the rare classes" };
 const COLOURS = 7; // beside the first, which is RedGrape's own
 const MARKERS = [ // each within a box of 8 by 8 about the point
