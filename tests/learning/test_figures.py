@@ -72,9 +72,11 @@ def test_areas_are_within_their_bound(C: int, n: int, seed: int, coarse: bool) -
             (metrics.roc_auc_score(one_hot[:, c], p[:, c]), areas[c]),
             (metrics.average_precision_score(one_hot[:, c], p[:, c]), precisions[c]),
         ):
-            assert value is not None and abs(value - exact) <= within + 1e-12
+            assert value is not None and within is not None and abs(value - exact) <= within + 1e-12
     if n == 4000 and not coarse:
-        assert max(within for _, within in areas) < 0.005 and max(within for _, within in precisions) < 0.01
+        assert (
+            max(w for _, w in areas if w is not None) < 5e-4 and max(w for _, w in precisions if w is not None) < 2e-3
+        )
 
 
 def test_histograms_by_hand() -> None:

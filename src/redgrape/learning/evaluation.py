@@ -174,7 +174,9 @@ def detailed(scores: Scores, more: Tensors, groups: Groups, class_names: Sequenc
             "recall": recall,
             "f1": f1,
             "auroc": auroc[c][0],
+            "auroc_within": auroc[c][1],
             "ap": ap[c][0],
+            "ap_within": ap[c][1],
         }
         for c, (name, (tested, right, predicted), recall, f1) in enumerate(
             zip(class_names, counts, scores.per_class, scores.f1, strict=True)
@@ -186,9 +188,9 @@ def detailed(scores: Scores, more: Tensors, groups: Groups, class_names: Sequenc
         **record,
         "top5": None if scores.top is None else scores._share(every, scores.top),
         "auroc": _mean([area for area, _ in auroc]),
-        "auroc_within": max((within for area, within in auroc if area is not None), default=None),
+        "auroc_within": _mean([within for _, within in auroc]),
         "ap": _mean([area for area, _ in ap]),
-        "ap_within": max((within for area, within in ap if area is not None), default=None),
+        "ap_within": _mean([within for _, within in ap]),
         "nll": scores.loss,
         "brier": float(more["brier"]) / n,
         "ece": float(more["surplus"].abs().sum()) / n,
@@ -198,7 +200,7 @@ def detailed(scores: Scores, more: Tensors, groups: Groups, class_names: Sequenc
     }
 
 
-def areas(positive: Tensor, negative: Tensor) -> list[tuple[float | None, float]]:
+def areas(positive: Tensor, negative: Tensor) -> list[tuple[float | None, float | None]]:
     """One-vs-rest AUROC of each class from histograms [C, bins] of its score, and how far it may be from the exact
     value. Pairs in one bin count 1/2; the exact value counts each of them 0, 1/2 or 1."""
     p, n = positive.double(), negative.double()
@@ -208,7 +210,7 @@ def areas(positive: Tensor, negative: Tensor) -> list[tuple[float | None, float]
     return _known(area, within, pairs > 0)
 
 
-def average_precisions(positive: Tensor, negative: Tensor) -> list[tuple[float | None, float]]:
+def average_precisions(positive: Tensor, negative: Tensor) -> list[tuple[float | None, float | None]]:
     """sum_b (R_b - R_{b-1}) P_b of each class over the bins from the highest score, and how far it may be from the
     value without bins: within a bin, all p positives may be before the n negatives, or after. With a positives and m
     examples above the bin, sum_{j=1..p} (a + j) / (m + j) = p - (m - a) (H_{m+p} - H_m), H the harmonic numbers."""
@@ -226,9 +228,9 @@ def average_precisions(positive: Tensor, negative: Tensor) -> list[tuple[float |
     return _known(value, within, known)
 
 
-def _known(values: Tensor, within: Tensor, known: Tensor) -> list[tuple[float | None, float]]:
+def _known(values: Tensor, within: Tensor, known: Tensor) -> list[tuple[float | None, float | None]]:
     triples = zip(values.tolist(), within.tolist(), known.tolist(), strict=True)
-    return [(value, bound) if is_known else (None, 0.0) for value, bound, is_known in triples]
+    return [(value, bound) if is_known else (None, None) for value, bound, is_known in triples]
 
 
 def intervals(scores: Scores, groups: Groups) -> dict[str, list[float]]:

@@ -62,7 +62,8 @@ def rank(z: Tensor, y: Tensor) -> Tensor:
 
 
 def score_bins(C: int) -> int:
-    return 1000 if C <= DENSE else 100
+    """Bins of a histogram of scores: about a million in all, at least 100 and at most 10,000 for a class."""
+    return min(max(10**6 // C, 100), 10_000)
 
 
 def of_scores(z: Tensor, y: Tensor) -> Tensors:

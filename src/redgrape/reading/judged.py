@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 FEW = 10
+EITHER_END = 10  # with very many classes, this many of the largest and of the smallest are shown
 NAMED = 8  # above this many classes, the rest is counted, not named
 
 

@@ -269,7 +269,8 @@ def print_table(results: Sequence[Result]) -> None:
     for titles, *lines in filter(None, ([header(results), *rows(results)], more)):
         table = Table(caption=None if more and titles is not more[0] else caption(results), caption_justify="left")
         for i, title in enumerate(titles):
-            table.add_column(title, justify="left" if i == 0 else "right")
+            short = title.replace("class-", "class-\n")  # so that the table fits 80 columns
+            table.add_column(short, justify="left" if i == 0 else "right")
         for line in lines:
             table.add_row(*[terminal.cell(entry) for entry in line])
         console.print(table)

@@ -18,8 +18,6 @@ from redgrape.reading import judged, run_tables
 from redgrape.reading.terminal import cell, lines, printable
 from redgrape.runs.figures import LONGEST
 
-EITHER_END = 10  # with very many classes, this many of the largest and of the smallest are shown
-
 
 def ls(options: argparse.Namespace) -> None:
     """List the runs below a folder."""
@@ -89,13 +87,13 @@ def show(options: argparse.Namespace) -> None:
         names, tested = run.environment["class_names"], judged.counts_of(run.environment, run.summary)
         counts = run.environment["class_counts"]  # None if only the sites of a deployment know
         order = sorted(range(len(names)), key=lambda c: (-counts[c] if counts else 0, c))
-        between = len(order) - 2 * EITHER_END if len(order) > LONGEST else 0
-        for c in [*order[:EITHER_END], *order[-EITHER_END:]] if between else order:
+        between = len(order) - 2 * judged.EITHER_END if len(order) > LONGEST else 0
+        for c in [*order[: judged.EITHER_END], *order[-judged.EITHER_END :]] if between else order:
             of_class = [str(known[c]) if known else "–" for known in (counts, tested)]
             table.add_row(cell(names[c]), *of_class, percent(run.summary["per_class"][c]))
         console.print(table)
         if between:
-            console.print(f"{between} classes between the first and the last {EITHER_END} are in `--json`")
+            console.print(f"{between} classes between the first and the last {judged.EITHER_END} are in `--json`")
 
 
 def methods(options: argparse.Namespace) -> None:
