@@ -13,6 +13,7 @@ import redgrape as rg
 from redgrape.cli.main import main
 from redgrape.data.prepare import DataOptions, prepare
 from redgrape.errors import ConfigError, DataError, StorageError
+from redgrape.exported.export import export
 from redgrape.exported.own_test import evaluate_run
 from redgrape.runs.folder import RunFolder
 from redgrape.runs.run import Run, run
@@ -53,6 +54,8 @@ def test_it_is_the_last_evaluation_of_the_run(source: Path, tmp_path: Path) -> N
     assert [row["support"] for row in scores["per_class"]] == [20, 10, 5, 9]
     assert scores["class_counts"] == [40, 30, 6, 12]
     json.dumps(scores, allow_nan=False)
+    card = (export(folder.path, tmp_path / "model") / "README.md").read_text()
+    assert "The tail consists of the classes that the experiment names." in card and "macro F1" in card
 
 
 def test_it_refuses_other_data_and_unfinished_runs(source: Path, tmp_path: Path) -> None:

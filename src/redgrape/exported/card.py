@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from redgrape.data.prepare import CUT
 from redgrape.reading import judged
 
 FIGURES = {
@@ -133,6 +134,9 @@ def _tested_on(run: Mapping[str, Any]) -> str:
 
 def _head_and_tail(run: Mapping[str, Any]) -> str:
     if run["class_counts"] is not None:
+        data = run["experiment"]["data"]
+        if data["imbalance"] != "binary" and tuple(data.get("tail_classes", CUT)) != CUT:
+            return "The tail consists of the classes that the experiment names. All others are the head."
         return "Head and tail are the classes with the most and the fewest training examples."
     if run["groups"]["tail"]:
         return (
