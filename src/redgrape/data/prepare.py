@@ -47,7 +47,7 @@ class DataOptions(BaseModel):
         description="exponential: sizes fall from class to class; binary: the tail classes are cut; natural: as it is",
     )
     ir: float = Field(50.0, ge=1, le=LARGEST, description="imbalance ratio: largest class over smallest")
-    tail_classes: Annotated[tuple[int | str, ...], BeforeValidator(_list_to_tuple)] = Field(
+    tail_classes: Annotated[tuple[Annotated[int, Field(le=10**6)] | str, ...], BeforeValidator(_list_to_tuple)] = Field(
         CUT, description="the tail, by names or numbers: binary imbalance cuts it; else the default means by count"
     )
     head_cap: int | None = Field(None, ge=1, le=10**9, description="no class keeps more training examples than this")
