@@ -296,3 +296,20 @@ def test_it_is_as_large_as_the_classifier() -> None:
     classifier, clients = 4 * (7 * C + C), len(SIZES)
     assert of["one"]["bytes_up"] - of["fedavg"]["bytes_up"] == clients * classifier
     assert of["one"]["bytes_down"] - of["fedavg"]["bytes_down"] == clients * (classifier + 16 * C)
+
+
+@pytest.mark.parametrize("options", [{}, {"momentum": 0.9}, {"clip_norm": 0.5}])
+def test_the_two_streams_part_along_G(options: dict[str, Any]) -> None:
+    """W and W_hat meet the same gradient, so what a client changes in one but not in the other is a multiple of G."""
+    method = Vine(**SMALL, **options)
+    state = trained(method)[2]
+    half = ClientHalf(method, federation(), net, 4, 5, torch.device("cpu"))
+    broadcast = method.broadcast(state.server)
+    for k in range(len(SIZES)):
+        update = half.run(k, broadcast, state.clients[k], 4).update
+        apart = {name: update["delta"][f"classifier.{name}"] - t for name, t in update["delta_W_hat"].items()}
+        inner = sum(float((apart[name] * g).sum()) for name, g in broadcast["G"].items())
+        factor = inner / sum(float(g.square().sum()) for g in broadcast["G"].values())
+        assert factor < -1e-4
+        for name, g in broadcast["G"].items():
+            close(apart[name], factor * g, 1e-12)

@@ -214,7 +214,8 @@ def test_own_data_keeps_its_imbalance() -> None:
         ({"data": {"ir": 0.5}}, "data.ir is 0.5; it must be at least 1"),
         ({"data": {"ir": 10**400}}, "data.ir is 1000"),
         ({"data": {"alpha": 0}}, "data.alpha is 0; it must be at least 1e-06"),
-        ({"data": {"tail_classes": [1, "two"]}}, "data.tail_classes.1 is 'two'"),
+        ({"data": {"tail_classes": [1, 2.5]}}, "data.tail_classes.1 is 2.5"),
+        ({"data": {"tail_classes": [1, 1]}}, "data.tail_classes is [1, 1]; name some classes from 0 .. 9"),
         ({"data": {"source": "\udcff.npz"}}, "is not valid text"),
         ({"data": 3}, "data is 3; input should be a valid dictionary"),
         ({"method": "fedavg"}, "method is 'fedavg'; input should be a valid dictionary"),
@@ -293,7 +294,9 @@ WRONG: dict[str, st.SearchStrategy[Any]] = {
     "data.image_size": below(1),
     "data.imbalance": unlike("exponential", "binary", "natural"),
     "data.ir": outside(1),
-    "data.tail_classes": st.one_of(st.text(), st.integers(), st.lists(_NOT_INTEGERS, min_size=1, max_size=3)),
+    "data.tail_classes": st.one_of(
+        st.text(), st.integers(), st.lists(st.floats() | st.dates(), min_size=1, max_size=3)
+    ),
     "data.head_cap": below(1),
     "data.partition": unlike(*get_args(Kind)),
     "data.alpha": outside(5e-324),

@@ -24,11 +24,20 @@ class _Parser(argparse.ArgumentParser):
         raise ConfigError(f"{message}; `{self.prog} --help` lists the options")
 
 
+def names(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",")]
+
+
 # Flags that set a key of the experiment. Use -c for every other key.
 _FLAGS: dict[str, tuple[str, Any, str]] = {
     "--data": ("data.source", str, "digits, mnist, fashion_mnist, cifar10, cifar100, an image folder or an .npz"),
     "--imbalance": ("data.imbalance", str, "exponential, binary or natural"),
     "--ir": ("data.ir", float, "imbalance ratio"),
+    "--tail": (
+        "data.tail_classes",
+        names,
+        "the tail: names of classes, separated by commas (default: the rarest 30 %%)",
+    ),
     "--partition": ("data.partition", str, "class_dirichlet, prior_dirichlet, creff, iid or natural"),
     "--alpha": ("data.alpha", float, "Dirichlet parameter: small is heterogeneous"),
     "--clients": ("data.clients", int, "number of clients"),
@@ -255,9 +264,15 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("run", type=_path, help="the run folder")
     command.add_argument("out", type=_path, help="the model folder to create")
     command.add_argument("--format", choices=["safetensors", "onnx"], default="safetensors", help="weight format")
-    command = add("evaluate", "model", "evaluate an exported model on labelled data")
-    command.add_argument("model", type=_path, help="the model folder")
-    command.add_argument("data", type=_path, help="a folder with one sub-folder per class, or an .npz with x and y")
+    command = add("evaluate", "model", "evaluate a run on its own test set, or an exported model on labelled data")
+    command.add_argument("model", type=_path, metavar="RUN_OR_MODEL", help="the folder of a finished run or of a model")
+    command.add_argument(
+        "data",
+        nargs="?",
+        type=_path,
+        help="for a model: a folder with one sub-folder per class, or an .npz with x and y",
+    )
+    command.add_argument("--data-root", type=_path, metavar="DIR", help="folder with the data files of the run")
     command = add("predict", "model", "predict the classes of new data with an exported model")
     command.add_argument("model", type=_path, help="the model folder")
     command.add_argument("data", type=_path, help="an image, a folder of images, or an .npz with x")

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Literal, Protocol
 
 import numpy as np
@@ -20,24 +21,42 @@ if TYPE_CHECKING:
     Rows = NDArray[np.int64]
 
 
+MANY = 100  # from this many classes on, classes are also grouped by their number of training examples
+
+
 @dataclass(frozen=True)
 class Groups:
     """Head, middle and tail: classes by training count, the first 30 % and the last 30 % (as in the paper's tables).
-    If `tail` is given, as in the binary setting, those classes are the tail and all others the head."""
+    If `tail` is given, as in the binary setting, those classes are the tail and all others the head. by_shots: with
+    many classes also those with more than 100 training examples, with 20 to 100, and with fewer than 20."""
 
     head: tuple[int, ...]
     middle: tuple[int, ...]
     tail: tuple[int, ...]
+    by_shots: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+
+    def named(self) -> dict[str, tuple[int, ...]]:
+        """All groups that have classes."""
+        groups = {"head": self.head, "middle": self.middle, "tail": self.tail, **self.by_shots}
+        return {name: classes for name, classes in groups.items() if classes}
 
     @classmethod
     def by_count(cls, counts: Sequence[int], tail: Sequence[int] | None = None) -> Groups:
         classes = len(counts)
         order = sorted(range(classes), key=lambda c: (-counts[c], c))
+        shots = {}
+        if classes >= MANY and any(counts):
+            shots = {
+                "many": tuple(c for c in order if counts[c] > 100),
+                "medium": tuple(c for c in order if 20 <= counts[c] <= 100),
+                "few": tuple(c for c in order if counts[c] < 20),
+            }
         if tail is not None:
-            return cls(tuple(c for c in order if c not in tail), (), tuple(c for c in order if c in tail))
+            cut = set(tail)
+            return cls(tuple(c for c in order if c not in cut), (), tuple(c for c in order if c in cut), shots)
         first_tail = 7 * classes // 10
         head = max(1, 3 * classes // 10) if classes > 1 else 0
-        return cls(tuple(order[:head]), tuple(order[head:first_tail]), tuple(order[max(head, first_tail) :]))
+        return cls(tuple(order[:head]), tuple(order[head:first_tail]), tuple(order[max(head, first_tail) :]), shots)
 
 
 @dataclass(frozen=True)
@@ -171,9 +190,7 @@ class Federation:
         self.num_classes = num_classes
         self.class_names = list(class_names) if class_names is not None else [str(c) for c in range(num_classes)]
         self.client_names = [str(k) for k in (range(len(parts)) if client_names is None else client_names)]
-        owner = np.repeat(np.arange(len(parts)), [len(part) for part in parts])
-        counts = np.bincount(owner * num_classes + train.labels.numpy()[rows], minlength=len(parts) * num_classes)
-        self.client_counts = counts.reshape(len(parts), num_classes)
+        self.class_counts = np.bincount(train.labels.numpy()[rows], minlength=num_classes)  # over all clients
         self.groups = Groups.by_count(self.class_counts.tolist(), tail)
 
     @classmethod
@@ -206,11 +223,13 @@ class Federation:
     def num_clients(self) -> int:
         return len(self.parts)
 
-    @property
-    def class_counts(self) -> Rows:
-        """The number of training examples of each class over all clients."""
-        counts: Rows = self.client_counts.sum(axis=0)
-        return counts
+    @cached_property
+    def client_counts(self) -> Rows:
+        """The number of training examples of each client and class. With many of both, this is large."""
+        return np.stack([self._counts_of(k) for k in range(self.num_clients)])
+
+    def _counts_of(self, k: int) -> Rows:
+        return np.bincount(self.train.labels.numpy()[self.parts[k]], minlength=self.num_classes)
 
     def counts(self, split: Literal["test", "validation"]) -> list[int] | None:
         """The number of evaluation examples of each class."""
@@ -224,7 +243,7 @@ class Federation:
         return len(self.parts[k])
 
     def declared(self, k: int) -> Declared:
-        counts = torch.from_numpy(self.client_counts[k])
+        counts = torch.from_numpy(self._counts_of(k))
         return Declared(int(counts.sum()), counts)
 
     def sample(self, dtype: torch.dtype) -> torch.Tensor:
@@ -249,7 +268,8 @@ def check_class_names(names: Sequence[str], what: str) -> None:
     """Raise DataError if a class has no name, or two have the same."""
     if any(not name.strip() for name in names):
         raise DataError(f"{what}: class {[bool(name.strip()) for name in names].index(False)} has an empty name")
-    if twice := next((name for i, name in enumerate(names) if name in names[:i]), None):
+    if len(set(names)) < len(names):
+        twice = next(name for i, name in enumerate(names) if name in names[:i])
         raise DataError(f"{what}: two classes are named '{twice}'; give each a name of its own")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -20,6 +21,7 @@ from redgrape.errors import ConfigError, DataError
 from redgrape.validation import LARGEST
 
 Rows = NDArray[np.int64]
+CUT = (0, 7, 8)  # the classes that binary imbalance cuts in the paper
 AT_SITES = "sites"  # the source of a deployed run
 
 
@@ -45,8 +47,8 @@ class DataOptions(BaseModel):
         description="exponential: sizes fall from class to class; binary: the tail classes are cut; natural: as it is",
     )
     ir: float = Field(50.0, ge=1, le=LARGEST, description="imbalance ratio: largest class over smallest")
-    tail_classes: Annotated[tuple[Annotated[int, Field(le=10**6)], ...], BeforeValidator(_list_to_tuple)] = Field(
-        (0, 7, 8), description="the classes that binary imbalance cuts"
+    tail_classes: Annotated[tuple[Annotated[int, Field(le=10**6)] | str, ...], BeforeValidator(_list_to_tuple)] = Field(
+        CUT, description="the tail, by names or numbers: binary imbalance cuts it; else the default means by count"
     )
     head_cap: int | None = Field(None, ge=1, le=10**9, description="no class keeps more training examples than this")
     partition: Kind = Field(
@@ -96,7 +98,8 @@ def prepare(options: DataOptions, seed: int, root: Path | None = None) -> Federa
     auxiliary = _balanced(labels, remaining, num_classes, options.auxiliary, seed, "auxiliary")
     remaining = np.setdiff1d(remaining, auxiliary)
 
-    sizes = _sizes(options, np.bincount(labels[remaining], minlength=num_classes).tolist())
+    tail = _tail(options, source.class_names)
+    sizes = _sizes(options, np.bincount(labels[remaining], minlength=num_classes).tolist(), tail)
     rows = remaining[longtail.choose(labels[remaining], sizes, seed)]
     natural = None if source.clients is None else source.clients[rows]
     parts = partition(labels[rows], options.partition, options.clients, options.alpha, seed, natural)
@@ -112,7 +115,7 @@ def prepare(options: DataOptions, seed: int, root: Path | None = None) -> Federa
         auxiliary=source.train.take(auxiliary) if options.auxiliary else None,
         class_names=source.class_names,
         client_names=client_names,
-        tail=options.tail_classes if options.imbalance == "binary" else None,
+        tail=tail,
     )
 
 
@@ -122,11 +125,25 @@ def _balanced(labels: Rows, rows: Rows, num_classes: int, size: int, seed: int, 
     return rows[longtail.choose(labels[rows], np.minimum(size, counts // 2).tolist(), seed, purpose)]
 
 
-def _sizes(options: DataOptions, counts: list[int]) -> list[int]:
+def _tail(options: DataOptions, class_names: Sequence[str]) -> list[int] | None:
+    """The tail that the options name, as numbers. None: the classes with the fewest examples."""
+    if options.imbalance != "binary" and options.tail_classes == CUT:
+        return None
+    for c in options.tail_classes:
+        if c not in class_names if isinstance(c, str) else not 0 <= c < len(class_names):
+            some = ", ".join(class_names[:10]) + (", ..." if len(class_names) > 10 else "")
+            raise ConfigError(
+                f"data.tail_classes names {c!r}, which is no class of {options.source}; choose from {some}"
+            )
+    return [class_names.index(c) if isinstance(c, str) else c for c in options.tail_classes]
+
+
+def _sizes(options: DataOptions, counts: list[int], tail: Sequence[int] | None) -> list[int]:
     if options.imbalance == "exponential":
         return longtail.exponential(counts, options.ir, options.head_cap)
     if options.imbalance == "binary":
-        return longtail.binary(counts, options.ir, options.tail_classes, options.head_cap)
+        assert tail is not None  # binary imbalance always has one
+        return longtail.binary(counts, options.ir, tail, options.head_cap)
     return longtail.natural(counts, options.head_cap)
 
 

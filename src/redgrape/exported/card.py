@@ -6,11 +6,13 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from redgrape.data.prepare import CUT
 from redgrape.reading import judged
 
 FIGURES = {
     "accuracy": "overall",
     "balanced": "class-balanced",
+    "macro_f1": "macro F1 score",
     "head": "head classes",
     "middle": "middle classes",
     "tail": "tail classes",
@@ -132,6 +134,9 @@ def _tested_on(run: Mapping[str, Any]) -> str:
 
 def _head_and_tail(run: Mapping[str, Any]) -> str:
     if run["class_counts"] is not None:
+        data = run["experiment"]["data"]
+        if data["imbalance"] != "binary" and tuple(data.get("tail_classes", CUT)) != CUT:
+            return "The tail consists of the classes that the experiment names. All others are the head."
         return "Head and tail are the classes with the most and the fewest training examples."
     if run["groups"]["tail"]:
         return (
@@ -142,7 +147,7 @@ def _head_and_tail(run: Mapping[str, Any]) -> str:
 
 def _classes(card: Mapping[str, Any]) -> str:
     run = card["run"]
-    group = {c: name for name, classes in run["groups"].items() for c in classes}
+    group = {c: name for name in ("head", "middle", "tail") for c in run["groups"][name]}
     last = (run["last"] or {}).get("per_class")
     mean = run["per_class_mean_of_last"]
     rows = [

@@ -32,6 +32,7 @@ from redgrape.privacy.disclosure import recorded_disclosures
 from redgrape.reading import judged
 from redgrape.reading.run_tables import RunView
 from redgrape.runs import checksums, durable
+from redgrape.runs.figures import unpacked_record
 from redgrape.runs.folder import RunFolder
 from redgrape.runs.run import check_model, digest_of_state
 from redgrape.training import RunState
@@ -97,7 +98,7 @@ def newest_state(folder: RunFolder, view: RunView) -> RunState:
 
 
 def _facts(view: RunView, state: RunState, environment: Mapping[str, Any]) -> dict[str, Any]:
-    evaluated = {record["round"]: record["test"] for record in view.metrics if "test" in record}
+    evaluated = {record["round"]: record["test"] for record in map(unpacked_record, view.metrics) if "test" in record}
     summary = view.summary or {}
     return {
         "round": state.round,
@@ -109,7 +110,7 @@ def _facts(view: RunView, state: RunState, environment: Mapping[str, Any]) -> di
         "split": environment["split"],
         "class_counts": environment["class_counts"],
         "test_counts": judged.counts_of(environment, summary),
-        "clients": len(environment["client_counts"] or environment.get("sites", [])),
+        "clients": judged.clients_in(environment),
         "groups": environment["groups"],
         "secure_aggregation": bool(environment.get("secure_aggregation")),
         "evaluated": environment.get("evaluated", "server"),

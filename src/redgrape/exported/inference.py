@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from redgrape.data import user_data
 from redgrape.data.examples import Examples
+from redgrape.data.federation import Groups
 from redgrape.errors import DataError
 from redgrape.exported.model import Model
-from redgrape.learning.evaluation import BATCH
+from redgrape.learning import evaluation, sums
+from redgrape.learning.sums import BATCH
 from redgrape.runs import durable
-
-CALIBRATION_BINS = 15
+from redgrape.tree import Tensors
 
 
 @dataclass(frozen=True)
@@ -134,61 +134,25 @@ def _decoded(files: Sequence[Path], model: Model) -> Any:
     return np.stack([user_data.open_image(file, pixels) for file in files])
 
 
-def evaluate_model(model: Model, examples: Examples) -> dict[str, Any]:
-    """Evaluate the model on examples whose labels are indices of its classes. With p the probabilities of an example, y
-    its label, and means over all examples:
-
-        nll    mean of -log p_y
-        brier  mean of sum_c (p_c - [c = y])²
-        ece    sum over 15 bins of max p, ((b-1)/15, b/15], of the share of examples in it * |accuracy - mean max p|
-
-    precision, recall and f1 = 2 TP / (2 TP + FP + FN) are None for a class without examples, and precision also for a
-    class that is never predicted. `balanced` and `macro_f1` are means over the classes that have examples.
-    """
+def evaluate_model(model: Model, examples: Examples, groups: Groups | None = None) -> dict[str, Any]:
+    """Evaluate the model on examples whose labels are indices of its classes; `evaluation.detailed` has the figures."""
     if len(examples) == 0:
         raise DataError("there are no examples to evaluate")
-    n, C = len(examples), len(model.class_names)
+    C = len(model.class_names)
     examples = model.arranged(examples)
     examples.check(C, "evaluation data")
-    edges = torch.linspace(0, 1, CALIBRATION_BINS + 1, dtype=torch.float64)[1:-1]
-    surplus = torch.zeros(CALIBRATION_BINS, dtype=torch.float64)  # in each bin, the sum of [right] - max p
-    confusion = torch.zeros(C * C, dtype=torch.int64)
-    nll = brier = 0.0
-    for start in range(0, n, BATCH):
-        z = model.batch_logits(examples, start).double()
-        y = examples.labels[start : start + BATCH]
-        p, predicted = z.softmax(dim=1), z.argmax(dim=1)
-        highest = p.amax(dim=1)
-        surplus.index_add_(0, torch.bucketize(highest, edges), (predicted == y).double() - highest)
-        confusion += torch.bincount(y * C + predicted, minlength=C * C)
-        nll += float(F.cross_entropy(z, y, reduction="sum"))
-        brier += float((p - F.one_hot(y, C)).square().sum())
-    per_class = _per_class(confusion.reshape(C, C), model.class_names)
-    known = [row for row in per_class if row["support"]]
-    return {
-        "examples": n,
-        "accuracy": int(confusion.reshape(C, C).trace()) / n,
-        "balanced": sum(row["recall"] for row in known) / len(known),
-        "macro_f1": sum(row["f1"] for row in known) / len(known),
-        "nll": nll / n,
-        "brier": brier / n,
-        "ece": float(surplus.abs().sum()) / n,
-        "per_class": per_class,
-        "confusion": confusion.reshape(C, C).tolist(),
-    }
+    batches = ((model.batch_logits(examples, s), examples.labels[s : s + BATCH]) for s in sums.batch_starts(examples))
+    return evaluate_batches(batches, groups or Groups((), (), ()), model.class_names)
 
 
-def _per_class(confusion: Tensor, class_names: Sequence[str]) -> list[dict[str, Any]]:
-    rows = []
-    for c, name in enumerate(class_names):
-        right, support, taken = int(confusion[c, c]), int(confusion[c].sum()), int(confusion[:, c].sum())
-        rows.append(
-            {
-                "class": name,
-                "support": support,
-                "precision": right / taken if support and taken else None,
-                "recall": right / support if support else None,
-                "f1": 2 * right / (support + taken) if support else None,
-            }
-        )
-    return rows
+def evaluate_batches(
+    batches: Iterable[tuple[Tensor, Tensor]], groups: Groups, class_names: Sequence[str]
+) -> dict[str, Any]:
+    """All figures from logits and labels, batch by batch."""
+    parts: list[Tensors] = []
+    more: Tensors = {}
+    for z, y in batches:
+        parts.append(sums.of_batch(z, y))
+        more = {name: t + more[name] if more else t for name, t in sums.of_scores(z, y).items()}
+    scores = evaluation.combine(parts)
+    return {**evaluation.detailed(scores, more, groups, class_names), "confusion": scores.confusion_cells()}

@@ -19,7 +19,7 @@ from redgrape import nets, tree
 from redgrape.data.examples import Examples, Pixels
 from redgrape.determinism import same_bits_everywhere
 from redgrape.errors import ConfigError, DataError
-from redgrape.learning.evaluation import BATCH
+from redgrape.learning.sums import BATCH
 from redgrape.nets.net import Net
 from redgrape.runs import checksums, durable
 from redgrape.validation import one_line

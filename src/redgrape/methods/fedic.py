@@ -25,7 +25,7 @@ from torch import Tensor
 
 from redgrape import determinism, tree
 from redgrape.exchange import Received
-from redgrape.learning.evaluation import BATCH
+from redgrape.learning.sums import BATCH
 from redgrape.method import ServerSite
 from redgrape.methods.fedavg import FedAvg
 from redgrape.nets.net import Net

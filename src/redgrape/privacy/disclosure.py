@@ -21,7 +21,9 @@ from redgrape.errors import StorageError
 from redgrape.exchange import ClassRows, Exchange, Parts
 from redgrape.exchange.parts import class_rows
 from redgrape.privacy.ledger import PrivacyLedger
+from redgrape.reading.judged import clients_in
 from redgrape.reading.run_tables import RunView
+from redgrape.runs.figures import unpacked
 
 
 def disclosures(
@@ -96,7 +98,7 @@ def disclosed(run: RunView) -> dict[str, Any]:
         "method": method["name"],
         "preset": run.experiment.get("exchange", {}).get("preset", "plain"),
         "rounds": len(records),
-        "clients": len(environment.get("client_counts") or environment.get("sites") or []) or None,
+        "clients": clients_in(environment) or None,
         "classes": len(environment["class_names"]),
         "answers": sum(len(record["answered"]) for record in records),
         "secure_aggregation": bool(environment.get("secure_aggregation")),
@@ -162,13 +164,13 @@ class _Round:
             reported = counted >= reports["min_count"]
             self.examples = (counted * reported).sum(dim=0)
         if "class_contributors" in record:
-            self.contributors = torch.tensor(record["class_contributors"])
+            self.contributors = torch.tensor(unpacked(record["class_contributors"]))
         elif reported is not None:  # an older run, without this record
             self.contributors = reported.sum(dim=0)
         else:
             raise StorageError(f"'{run}' does not record who reported a class; run it again with this redgrape")
         released = self.contributors >= reports["fewest_contributors"]
-        self.released = torch.tensor(record["class_released"]) if "class_released" in record else released
+        self.released = torch.tensor(unpacked(record["class_released"])) if "class_released" in record else released
 
 
 def _seen_by_server(reports: Mapping[str, Any], rounds: Sequence[_Round], counts: Tensor | None) -> dict[str, Any]:

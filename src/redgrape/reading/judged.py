@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 FEW = 10
+EITHER_END = 10  # with very many classes, this many of the largest and of the smallest are shown
 NAMED = 8  # above this many classes, the rest is counted, not named
 
 
@@ -15,7 +16,18 @@ def counts_of(environment: Mapping[str, Any] | None, summary: Mapping[str, Any] 
     if (known := (environment or {}).get(f"{on}_counts")) is not None:
         return known
     confusion = (summary or {}).get("confusion") if on == "test" else None
+    if isinstance(confusion, Mapping):
+        counts = [0] * confusion["classes"]
+        for true, examples in zip(confusion["true"], confusion["examples"], strict=True):
+            counts[true] += examples
+        return counts
     return None if confusion is None else [sum(row) for row in confusion]
+
+
+def clients_in(environment: Mapping[str, Any]) -> int:
+    """The number of clients. Older runs do not record names, deployments and very large runs no counts."""
+    known = map(environment.get, ("client_names", "client_counts", "sites"))
+    return len(next(filter(None, known), []))
 
 
 def over_classes(counts: Sequence[int] | None) -> str:

@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from redgrape import methods, nets
 from redgrape.data.federation import FederatedData
-from redgrape.data.prepare import DataOptions
+from redgrape.data.prepare import CUT, DataOptions
 from redgrape.data.sources import READERS
 from redgrape.errors import ConfigError, DataError, unknown
 from redgrape.exchange import Exchange
@@ -104,7 +104,7 @@ class Experiment(BaseModel):
                 raise ValueError(f"data.partition is 'natural', but '{self.data.source}' names no clients; choose iid")
             if self.data.image_size is not None:
                 raise ValueError(f"data.image_size is for image folders, but '{self.data.source}' is not one")
-        if self.data.imbalance == "binary":
+        if self.data.imbalance == "binary" or self.data.tail_classes != CUT:
             self._check_tail_classes()
         shortest = nets.SHORTEST_SIDE.get(self.net.name, 1)
         if self.data.image_size is not None and self.data.image_size < shortest:
@@ -116,7 +116,8 @@ class Experiment(BaseModel):
     def _check_tail_classes(self) -> None:
         tail = self.data.tail_classes
         classes = CLASSES.get(self.data.source, math.inf)  # not known yet for the user's own data
-        if not tail or len(set(tail)) < len(tail) or min(tail) < 0 or max(tail) >= classes or len(tail) >= classes:
+        is_class = all(0 <= c < classes if isinstance(c, int) else c for c in tail)  # names are compared with the data
+        if not tail or len(set(tail)) < len(tail) or not is_class or len(tail) >= classes:
             allowed = f"from 0 .. {classes - 1:g}" if math.isfinite(classes) else "from 0 on"
             raise ValueError(f"data.tail_classes is {list(tail)}; name some classes {allowed}, each once, not all")
 

@@ -28,13 +28,14 @@ from redgrape.privacy.disclosure import disclosures
 from redgrape.privacy.ledger import PrivacyLedger
 from redgrape.runs.durable import ordinary
 from redgrape.runs.experiment import Experiment
-from redgrape.runs.figures import FIGURES
+from redgrape.runs.figures import FIGURES, OF_MANY_CLASSES
 from redgrape.runs.folder import RunFolder
 from redgrape.training import RunState, Step, Training, exchanged
 from redgrape.tree import Tensors, Tree
 
 LAST = 10  # the result of a run is the mean of this many last evaluations, as in the paper
 DECIDING = ("redgrape", "torch", "numpy", "platform", "machine", "cpu", "device", "stack")  # what could change bits
+MOST_COUNTS = 10**6  # a larger table of clients and classes is not recorded
 REMEDY = "restore the original, choose another folder with --out, or run it again with --overwrite"
 
 
@@ -100,8 +101,9 @@ class Run:
             if not self.folder.has_whole_times():
                 self.notes.append("times.jsonl is damaged; this changes no result")
             self.notes += [f"{reason}; continuing from round {state.round if state else 0}" for reason in wrong]
-            confusion = self._known_confusion(state) if before is not None else None
-            if confusion is not None:
+            known = self._known_confusion(state) if before is not None else None
+            if known is not None:
+                confusion = known["confusion"]
                 self._put_in_order(state)
             else:
                 prepared = self.venue.prepare(self.experiment, before)
@@ -132,7 +134,7 @@ class Run:
                         yield step
                     assert state is not None  # there is at least one round
                     self.notes += self._refused_throughout()
-                    confusion = training.engine.evaluate(state.server["model"], "test").confusion.tolist()
+                    confusion = training.engine.evaluate(state.server["model"], "test").confusion_cells()
             assert state is not None
             self.folder.write_summary(summarize(self.folder, self.experiment, state, confusion))
 
@@ -252,15 +254,14 @@ class Run:
             self.notes.append(f"{error}; it is written again, without its old content")
             return None
 
-    def _known_confusion(self, state: RunState | None) -> list[list[int]] | None:
-        """The confusion matrix of the final model, if the run is finished and its summary has it. Only the summary
-        stores it: in every line, it would bloat the metrics."""
+    def _known_confusion(self, state: RunState | None) -> dict[str, Any] | None:
+        """The summary with the confusion matrix of the final model, if the run is finished. Only the summary stores it:
+        in every line, it would bloat the metrics."""
         if state is None or state.round < self.experiment.rounds or not self._has_partition():
             return None
         try:
             summary = self.folder.summary() or {}
-            confusion: list[list[int]] | None = summary.get("confusion")
-            return confusion if summary.get("state") == digest_of_state(state) else None
+            return summary if "confusion" in summary and summary.get("state") == digest_of_state(state) else None
         except (StorageError, AttributeError):
             self.notes.append("summary.json is damaged and is written again")
             return None
@@ -279,7 +280,7 @@ def run(
     described = experiment if isinstance(experiment, Experiment) else Experiment.parse(experiment)
     path = Path(folder)
     there = RunFolder.open(path) if (path / "experiment.toml").exists() else RunFolder.create(path, described)
-    if there.experiment() != described:
+    if there.experiment().hash() != described.hash():  # one may name fewer of its defaults
         raise ConfigError(f"'{path}' holds another experiment; choose another folder")
     for _ in Run(there, workers=workers, device=device, data_root=data_root).steps():
         pass
@@ -394,6 +395,7 @@ def machine(device: str) -> dict[str, Any]:
 def about(federation: Federation) -> dict[str, Any]:
     """Facts about the data that a reader of the run needs."""
     train = federation.train
+    is_small = federation.num_clients * federation.num_classes <= MOST_COUNTS
     return {
         "split": federation.fingerprint(),
         "data": contents(federation),
@@ -403,7 +405,7 @@ def about(federation: Federation) -> dict[str, Any]:
         "test_counts": federation.counts("test"),
         "validation_counts": federation.counts("validation"),
         "client_names": federation.client_names,
-        "client_counts": federation.client_counts.tolist(),
+        "client_counts": federation.client_counts.tolist() if is_small else None,
         "groups": groups_of(federation),
     }
 
@@ -419,7 +421,7 @@ def input_of(shape: tuple[int, ...], pixels: Pixels | None) -> dict[str, Any]:
 
 def groups_of(federation: FederatedData) -> dict[str, Any]:
     groups = federation.groups
-    return {"head": groups.head, "middle": groups.middle, "tail": groups.tail}
+    return {"head": groups.head, "middle": groups.middle, "tail": groups.tail, **groups.by_shots}
 
 
 def contents(federation: Federation) -> str:
@@ -436,7 +438,7 @@ def contents(federation: Federation) -> str:
     return digest.hexdigest()
 
 
-def summarize(folder: RunFolder, experiment: Experiment, state: RunState, confusion: list[list[int]]) -> dict[str, Any]:
+def summarize(folder: RunFolder, experiment: Experiment, state: RunState, confusion: Any) -> dict[str, Any]:
     """The result of a run: means over the last evaluations, and details on the mistakes of the final model."""
     evaluated = [record for record in folder.metrics() if "test" in record][-LAST:]
     tests = [record["test"] for record in evaluated]
@@ -475,7 +477,8 @@ def digest_of_state(state: RunState) -> str:
 
 
 def _means(scores: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
-    return {figure: _mean([score[figure] for score in scores]) for figure in FIGURES} if scores else {}
+    named = [f for f in (*FIGURES, *OF_MANY_CLASSES) if all(f in score for score in scores)]  # older rounds lack some
+    return {figure: _mean([score[figure] for score in scores]) for figure in named} if scores else {}
 
 
 def _mean(values: Sequence[float | None]) -> float | None:

@@ -34,7 +34,7 @@ from redgrape.deploy.setup.folder import FEWEST_IN_SUM, DeployOptions
 from redgrape.engines import Answer, ClientHalf, Lost, Split, StateLost, SumOfAnswers
 from redgrape.errors import TooFewClients
 from redgrape.exchange.checks import UpdateRejected, named_tensors
-from redgrape.learning import evaluation
+from redgrape.learning import evaluation, sums
 from redgrape.learning.evaluation import Scores
 from redgrape.method import ClientId
 from redgrape.runs.experiment import Experiment
@@ -141,8 +141,8 @@ class FlowerEngine:
 
     def evaluate(self, model: Tensors, split: Split) -> Scores:
         if self._options.test is not None:
-            starts = evaluation.batch_starts(self._half.examples(split))
-            return evaluation.combine(self._half.score(model, split, starts))
+            starts = sums.batch_starts(self._half.examples(split))
+            return evaluation.combine([self._half.score(model, split, starts)])
         question = EvaluateQuestion(
             deadline=self._options.deadlines.evaluate, run=self._run, experiment=self._experiment
         )
@@ -153,35 +153,43 @@ class FlowerEngine:
             for k, why in summed.lost.items():
                 self._say(f"site '{self._members.name(k)}' did not evaluate: {why}")
             try:
-                return evaluation.combine([self._scores(summed.total)])
+                return evaluation.of_shared([self._checked_sums(summed.total)])
             except UpdateRejected as error:
                 raise TooFewClients(f"the sum of the sites' evaluations was rejected: {error}") from error
-        scores: dict[ClientId, tuple[torch.Tensor, float]] = {}
+        received: dict[ClientId, Tree] = {}
         for k, reply in self._ask(letters, EvaluateAnswer, 1):
             if isinstance(reply, Lost):
                 self._say(f"site '{self._members.name(k)}' did not evaluate: {reply.reason}")
                 continue
             try:
-                scores[k] = self._scores(_checked(reply), self._members.tests(k))
+                received[k] = self._checked_sums(_checked(reply), self._members.tests(k))
             except UpdateRejected as error:
                 self._say(f"the evaluation of site '{self._members.name(k)}' was rejected: {error}")
-        if not scores:
+        if not received:
             raise TooFewClients("no site has evaluated the model, so there are no metrics")
-        return evaluation.combine([score for _, score in sorted(scores.items())])
+        return evaluation.of_shared([sums for _, sums in sorted(received.items())])
 
-    def _scores(self, sent: Tree, tests: int | None = None) -> tuple[torch.Tensor, float]:
-        """`tests`: the number of test examples of this site, if it is known."""
-        C = self._half.federation.num_classes
-        confusion, loss = sent.get("confusion"), sent.get("loss")
-        if not (isinstance(confusion, torch.Tensor) and confusion.shape == (C, C) and confusion.dtype == torch.int64):
-            raise UpdateRejected(f"'confusion' must be {C} by {C} whole numbers")
-        if (confusion < 0).any() or not confusion.sum() or (confusion > 10**9).any():
-            raise UpdateRejected("'confusion' must count examples")
-        if tests is not None and int(confusion.sum()) != tests:
-            raise UpdateRejected(f"'confusion' counts {int(confusion.sum())} examples, but the site declared {tests}")
+    def _checked_sums(self, sent: Tree, tests: int | None = None) -> Tree:
+        """What a site tells of its evaluation, else UpdateRejected. `tests`: on how many examples it evaluates, where
+        that is known."""
+        shapes = evaluation.shared_shapes(self._half.federation.num_classes)
+        for name, shape in shapes.items():
+            counts = sent.get(name)
+            if not (isinstance(counts, torch.Tensor) and counts.shape == shape and counts.dtype == torch.int64):
+                raise UpdateRejected(f"'{name}' must be {' by '.join(map(str, shape))} whole numbers")
+            if (counts < 0).any() or (counts > 10**9).any():
+                raise UpdateRejected(f"'{name}' must count examples")
+        loss = sent.get("loss")
         if not (isinstance(loss, torch.Tensor) and loss.shape == () and torch.isfinite(loss) and loss >= 0):
             raise UpdateRejected("'loss' must be one finite number that is not negative")
-        return confusion, float(loss)
+        received = {name: sent[name] for name in (*shapes, "loss")}
+        name, scores = next(iter(shapes)), evaluation.of_shared([received])
+        number = int(scores.tested.sum())
+        if not number or not scores.is_possible():
+            raise UpdateRejected(f"'{name}' must count examples")
+        if tests is not None and number != tests:
+            raise UpdateRejected(f"'{name}' counts {number} examples, but the site declared {tests}")
+        return received
 
     def _sum_or_stop(self, letters: Mapping[ClientId, Letter], fewest: int) -> Summed:
         from redgrape.deploy.protocol.secure_sum import SumFailed

@@ -51,7 +51,7 @@ from redgrape.deploy.setup import site_data
 from redgrape.deploy.setup.folder import SiteFolder
 from redgrape.engines import ClientHalf
 from redgrape.errors import ConfigError, DataError, RedgrapeError
-from redgrape.learning import evaluation
+from redgrape.learning import evaluation, sums
 from redgrape.runs.experiment import Experiment
 from redgrape.tree import Tree
 
@@ -173,11 +173,9 @@ class DeployedSite:
                 f"this site has no test example of a class with {self.options.min_count} training examples or more, "
                 "and evaluates on no other (min_count in its site.toml)"
             )
-        starts = evaluation.batch_starts(self._evaluated)
+        starts = sums.batch_starts(self._evaluated)
         scores = self._half(question.experiment).score(tree.flatten(model), "test", starts)
-        confusion = torch.stack([counts for counts, _ in scores]).sum(dim=0)
-        loss = torch.tensor(sum(loss for _, loss in scores), dtype=torch.float64)
-        return EvaluateAnswer(site=self.index), {"confusion": confusion, "loss": loss}
+        return EvaluateAnswer(site=self.index), evaluation.combine([scores]).shared()
 
     def _sum(self, question: SumQuestion, parts: Parts) -> tuple[SumAnswer, dict[str, bytes]]:
         """One stage of a secure sum. The numbers that this site adds leave it masked."""

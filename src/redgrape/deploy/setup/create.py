@@ -9,6 +9,7 @@ from typing import Any
 
 import tomli_w
 
+from redgrape.data.federation import MANY
 from redgrape.data.prepare import AT_SITES
 from redgrape.deploy.setup import certificates
 from redgrape.deploy.setup.certificates import Certificate, PrivateKey
@@ -21,6 +22,7 @@ from redgrape.deploy.setup.folder import (
     write_private,
 )
 from redgrape.errors import ConfigError
+from redgrape.learning.sums import DENSE
 from redgrape.runs import durable
 from redgrape.runs.experiment import Experiment
 
@@ -284,8 +286,12 @@ def _leaves(site: SiteOptions) -> str:
     unrestricted = site.secure_aggregation or site.min_count == 1
     counts = "your site answers" if unrestricted else f"your site refuses, because its min_count is {site.min_count}"
     floor = "" if unrestricted else f", for the classes of which you train with at least {site.min_count} examples"
+    classes = len(site.data.classes)
+    pairs = "which class of your test set was taken for which"
+    counted = pairs if classes <= DENSE else "each class of your test set was tested, recognised and predicted"
+    near = ", how often it was among the five most probable" if classes >= MANY else ""
     evaluation = (
-        f"in an evaluation how often which class of your test set was taken for which, and the loss{floor}"
+        f"in an evaluation how often {counted}{near}, and the loss{floor}"
         if site.evaluates
         else "nothing of a test set: models are evaluated at the server"
     )

@@ -30,7 +30,7 @@ from redgrape.reading import judged
 from redgrape.reading.page.reading import Reading
 from redgrape.reading.run_tables import EXTRA_DATA, cell, other_data, run_label
 from redgrape.reading.terminal import printable
-from redgrape.runs.figures import FIGURES
+from redgrape.runs.figures import FIGURES, unpacked
 
 LAST = 10  # the result of an unfinished run is the mean of up to this many evaluations so far
 GROUPS = ("head", "middle", "tail")
@@ -78,6 +78,7 @@ def number(value: Any) -> float | int | None:
 
 
 def _numbers(values: Any, length: int) -> list[float | int | None] | None:
+    values = unpacked(values, length)
     if not isinstance(values, list) or len(values) != length:
         return None
     return [number(value) for value in values]
@@ -91,8 +92,9 @@ def _split(reading: Reading) -> dict[str, Any] | None:
     names = [text(name) for name in environment["class_names"]]
     known = environment["class_counts"] is not None  # else only the sites of a deployment know them
     counts = [int(n) for n in environment["class_counts"]] if known else [0] * len(names)
-    clients = [[int(n) for n in row] for row in environment["client_counts"]] if known else []
-    client_names = [text(name) for name in environment.get("client_names", range(len(clients)))] if known else []
+    held = environment["client_counts"]  # None: unknown, or too many to record
+    clients = [[int(n) for n in row] for row in held] if known and held is not None else []
+    client_names = [text(name) for name in environment.get("client_names", range(len(clients)))] if clients else []
     groups = {group: [int(c) for c in environment["groups"][group]] for group in GROUPS}
     group_of = {c: group for group, classes in groups.items() for c in classes}
     if len(names) != len(counts) or any(len(row) != len(counts) for row in clients):
@@ -196,13 +198,13 @@ def _per_client(total: Any, clients: int) -> int | None:
 
 def _releases(record: Mapping[str, Any], C: int) -> bool:
     """Whether the record lists the classes released in its round."""
-    released = record.get("class_released")
+    released = unpacked(record.get("class_released"), C)
     return C > 0 and isinstance(released, list) and len(released) == C
 
 
 def _older(ages: Sequence[int | None], record: Mapping[str, Any]) -> list[int | None]:
     """Rounds since each class was last released. Null before its first release."""
-    pairs = zip(ages, record["class_released"], strict=True)
+    pairs = zip(ages, unpacked(record["class_released"]), strict=True)
     return [0 if released else None if age is None else age + 1 for age, released in pairs]
 
 

@@ -138,7 +138,7 @@ def _by_seed(group: Sequence[Standing], measure: str, on: str) -> dict[int, floa
                 raise ConfigError(
                     f"'{standing.view.path}' was run without a validation set; hold one out with -c data.validation=10"
                 )
-            if means[measure] is not None:
+            if means.get(measure) is not None:
                 found[standing.cell.seed] = means[measure]
     return found
 
