@@ -33,7 +33,7 @@ _FLAGS: dict[str, tuple[str, Any, str]] = {
     "--alpha": ("data.alpha", float, "Dirichlet parameter: small is heterogeneous"),
     "--clients": ("data.clients", int, "number of clients"),
     "--clients-per-round": ("clients_per_round", int, "clients sampled per round (default: all)"),
-    "--net": ("net.name", str, "cnn, cnn_dropout, resnet8, resnet20, ..., mlp or linear"),
+    "--net": ("net.name", str, "cnn, resnet8, resnet20, ..., mlp, linear or efficientnet_lite0"),
     "--rounds": ("rounds", int, "communication rounds"),
     "--epochs": ("method.epochs", int, "local epochs"),
     "--batch-size": ("method.batch_size", int, "examples per local step"),
@@ -250,6 +250,17 @@ def _parser() -> argparse.ArgumentParser:
     command.set_defaults(command=_command("data", "fetch"))
     command.add_argument("name", help="mnist, fashion_mnist, cifar10 or cifar100")
     command.add_argument("--data-root", type=_path, metavar="DIR", help="folder for the data files")
+
+    command = add("embed", "data", "compute the features of a pretrained encoder once, for later runs")
+    command.add_argument("data", help="a public data set, an image folder or an .npz with images")
+    command.add_argument("--net", default="efficientnet_lite0", metavar="NAME", help="the encoder (efficientnet_lite0)")
+    command.add_argument("--weights", metavar="FILE", help="safetensors file with the weights of the encoder")
+    command.add_argument(
+        "--size", type=_positive, metavar="N", help="side of the encoder's images (own, 64 to 224)"
+    )
+    command.add_argument("--image-size", type=_positive, metavar="N", help="resize images in folders to N by N")
+    command.add_argument("--data-root", type=_path, metavar="DIR", help="folder with the data files and the cache")
+    command.add_argument("--out", type=_path, metavar="FILE", help="also write the features to an .npz file")
 
     command = add("export", "model", "export the inference model of a run, with a model card")
     command.add_argument("run", type=_path, help="the run folder")

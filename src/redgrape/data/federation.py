@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol
 
@@ -233,6 +234,14 @@ class Federation:
     @property
     def input_shape(self) -> tuple[int, ...]:
         return tuple(self.train.x.shape[1:])
+
+    def with_inputs(self, change: Callable[[Examples], Examples]) -> Federation:
+        """The same clients and examples, with changed inputs."""
+        changed = copy.copy(self)
+        changed.train, changed.test = change(self.train), change(self.test)
+        changed.validation = None if self.validation is None else change(self.validation)
+        changed.auxiliary = None if self.auxiliary is None else change(self.auxiliary)
+        return changed
 
     def fingerprint(self) -> str:
         """SHA-256 over every client's rows and labels. It identifies a split, for citing it."""

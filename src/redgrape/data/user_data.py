@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 
+from redgrape.data import array_cache
 from redgrape.data.examples import Examples
 from redgrape.data.federation import check_class_names
 from redgrape.data.longtail import choose
@@ -33,7 +34,6 @@ IMAGE_FORMATS = ["PNG", "JPEG", "BMP", "GIF", "WEBP", "TIFF"]  # others may run 
 IMAGE_SUFFIXES = {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff"}
 TEST_SHARE = 0.2
 LARGEST_SIDE = 4096  # pixels
-SHA256 = 32  # bytes
 LARGE, UNLIKELY = 1 << 30, 200  # bytes, and a compression ratio that no honest array of that size reaches
 
 
@@ -149,39 +149,18 @@ def images_of_class(class_folder: Path, folder: Path) -> list[Path]:
 
 
 def _decoded(listing: _Listing, root: Path, image_size: int | None) -> NDArray[np.uint8]:
-    """The images as [n, channels, height, width], mapped from a cache file. The file is named after the listing it was
-    made from and ends in the SHA-256 of its content."""
+    """The images as [n, channels, height, width], mapped from a cache file that is named after their listing."""
     key = hashlib.sha256(f"1 {image_size}\n".encode())
     for path in listing.paths:
         status = path.stat()
         key.update(f"{path.relative_to(listing.folder)}\0{status.st_size}\0{status.st_mtime_ns}\n".encode())
     cache = root / "decoded" / f"{key.hexdigest()[:32]}.npy"
+    n = len(listing.paths)
     try:
-        return _mapped_npy(cache, len(listing.paths))
+        return array_cache.mapped(cache, n, 4, np.uint8)
     except (OSError, ValueError, EOFError):  # missing or damaged
-        cache.parent.mkdir(parents=True, exist_ok=True)
         _decode(listing, cache, image_size)
-        return _mapped_npy(cache, len(listing.paths))
-
-
-def _mapped_npy(path: Path, n: int) -> NDArray[np.uint8]:
-    with path.open("rb") as file:
-        digest = _digest_of(file, path.stat().st_size - SHA256)
-        if file.read() != digest:
-            raise ValueError(f"{path} is damaged")
-    images: NDArray[np.uint8] = np.load(path, mmap_mode="r", allow_pickle=False)
-    if images.ndim != 4 or len(images) != n or images.dtype != np.uint8:
-        raise ValueError(f"{path} does not hold {n} images")
-    return images
-
-
-def _digest_of(file: BinaryIO, size: int) -> bytes:
-    """The digest of the next `size` bytes, read in blocks: they may exceed memory."""
-    digest = hashlib.sha256()
-    while size > 0 and (block := file.read(min(size, 1 << 20))):
-        digest.update(block)
-        size -= len(block)
-    return digest.digest()
+        return array_cache.mapped(cache, n, 4, np.uint8)
 
 
 def _decode(listing: _Listing, cache: Path, image_size: int | None) -> None:
@@ -206,22 +185,8 @@ def _decode(listing: _Listing, cache: Path, image_size: int | None) -> None:
             image = image.resize((width, height), Image.Resampling.BILINEAR)
         return np.asarray(image).reshape(height, width, -1).transpose(2, 0, 1)
 
-    partial = cache.with_name(f".{cache.stem}.{os.getpid()}.part")
     shape = (len(listing.paths), 1 if mode == "L" else 3, height, width)
-    try:
-        decoded = np.lib.format.open_memmap(partial, mode="w+", dtype=np.uint8, shape=shape)
-        with partial.open("r+b") as file:
-            if hasattr(os, "posix_fallocate"):  # a full disk must not kill a write into a map
-                os.posix_fallocate(file.fileno(), 0, partial.stat().st_size)
-            for row, path in enumerate(listing.paths):
-                decoded[row] = open_image(path, pixels)
-            decoded.flush()
-            file.write(_digest_of(file, partial.stat().st_size))
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(cache)
-    finally:
-        partial.unlink(missing_ok=True)
+    array_cache.write(cache, shape, np.uint8, (open_image(path, pixels)[None] for path in listing.paths))
 
 
 def open_image(path: Path, use: Any) -> Any:

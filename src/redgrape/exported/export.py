@@ -27,11 +27,13 @@ from redgrape import nets, tree
 from redgrape.errors import ConfigError, StorageError, unknown
 from redgrape.exported.card import write_card
 from redgrape.exported.model import FORMAT, WEIGHTS, Description, Format, forward_of, pixels_of
+from redgrape.nets import pretrained
 from redgrape.nets.net import Net
 from redgrape.privacy.disclosure import told_in
 from redgrape.reading import judged
 from redgrape.reading.run_tables import RunView
 from redgrape.runs import checksums, durable
+from redgrape.runs.experiment import NetOptions
 from redgrape.runs.folder import RunFolder
 from redgrape.runs.run import check_model, digest_of_state
 from redgrape.training import RunState
@@ -50,10 +52,11 @@ def export(run: Path, out: Path, format: Format = "safetensors") -> Path:
     state = newest_state(folder, view)
     environment = view.environment or {}
     try:
-        name = view.experiment["net"]["name"]
+        net = NetOptions.parse(view.experiment["net"])
         shape, classes = tuple(environment["input"]["shape"]), len(environment["class_names"])
+        inputs = (pretrained.features(net.name, shape, net.size),) if net.is_frozen else shape
         with torch.device("meta"):
-            expected = nets.build(name, shape, classes, seed=0).state_dict()
+            expected = nets.build(**net.trained, shape=inputs, num_classes=classes, seed=0).state_dict()
     except (KeyError, TypeError, RuntimeError) as error:
         raise StorageError(
             f"'{run / 'environment.json'}' is damaged: input and classes are missing or invalid"
@@ -63,13 +66,17 @@ def export(run: Path, out: Path, format: Format = "safetensors") -> Path:
     card: dict[str, Any] = {
         "format": FORMAT,
         "weights": {"format": format, "sha256": ""},
-        "net": name,
+        "net": net.name,
+        **({"head": net.head, "size": net.size} if net.is_pretrained else {}),
         "dtype": str(model["classifier.weight"].dtype).removeprefix("torch."),
         "input": environment["input"],
         "class_names": environment["class_names"],
         "run": _facts(view, state, environment),
     }
-    weights = tree.to_bytes(model) if format == "safetensors" else _onnx(model, Description.model_validate(card))
+    description = Description.model_validate(card)
+    if net.is_frozen:
+        model = _with_encoder(model, net, description, environment)
+    weights = tree.to_bytes(model) if format == "safetensors" else _onnx(model, description)
     card["weights"]["sha256"] = hashlib.sha256(weights).hexdigest()
     files = {
         WEIGHTS[format]: weights,
@@ -78,6 +85,16 @@ def export(run: Path, out: Path, format: Format = "safetensors") -> Path:
     }
     durable.create_folder(out.resolve(), {**files, checksums.NAME: checksums.of(files)})
     return out
+
+
+def _with_encoder(head: Tensors, net: NetOptions, description: Description, environment: Mapping[str, Any]) -> Tensors:
+    """The frozen encoder and the trained head as one model, from images to logits."""
+    if pretrained.digest(net.name, net.weights) != environment["files"].get(net.name):
+        raise StorageError(f"the weights of net '{net.name}' have changed since the run began; restore the old ones")
+    whole = description.build()
+    pretrained.load(whole, net.name, net.weights)
+    named = {key.replace("encoder.", "encoder.1.", 1): t for key, t in head.items()}
+    return whole.state_dict() | named
 
 
 def newest_state(folder: RunFolder, view: RunView) -> RunState:
@@ -152,7 +169,7 @@ def _onnx(model: Tensors, description: Description) -> bytes:
             raise ConfigError(f"the format onnx needs the package {name}; run `pip install redgrape[onnx]`") from error
     shape, is_pixels = description.input.shape, description.input.dtype == "uint8"
     dtype: torch.dtype = getattr(torch, description.dtype)
-    net = nets.build(description.net, shape, len(description.class_names), seed=0).to(dtype)
+    net = description.build().to(dtype)
     net.load_state_dict(model)
     rows = torch.zeros((2, *shape), dtype=torch.uint8 if is_pixels else dtype)
     log = logging.getLogger("torch.onnx")

@@ -53,9 +53,16 @@ class Description(BaseModel):
     format: int
     weights: _Weights
     net: str
+    head: str = "linear"  # these two are of pretrained encoders
+    size: int | None = None
     dtype: Literal["float16", "bfloat16", "float32", "float64"]
     input: _Input
     class_names: list[str] = Field(min_length=2)
+
+    def build(self) -> Net:
+        """The net, with random weights."""
+        classes = len(self.class_names)
+        return nets.build(self.net, self.input.shape, classes, seed=0, head=self.head, size=self.size)
 
 
 class Model:
@@ -167,7 +174,7 @@ def _torch_forward(data: bytes, description: Description, path: Path) -> Forward
     try:
         tensors = tree.from_bytes(data)
         _check_size(description, data)
-        net = nets.build(description.net, description.input.shape, len(description.class_names), seed=0).to(dtype)
+        net = description.build().to(dtype)
         net.load_state_dict(tensors)
     except (RuntimeError, ValueError, TypeError, safetensors.SafetensorError) as error:
         raise DataError(f"'{path}' does not hold the weights of the net in model.json") from error
@@ -178,7 +185,7 @@ def _torch_forward(data: bytes, description: Description, path: Path) -> Forward
 def _check_size(description: Description, data: bytes) -> None:
     """Raise ValueError if the net has more weights than the file, before allocating memory for them."""
     with torch.device("meta"):
-        net = nets.build(description.net, description.input.shape, len(description.class_names), seed=0)
+        net = description.build()
     if sum(t.numel() for t in net.state_dict().values()) > len(data):
         raise ValueError("the net is larger than its weights")
 

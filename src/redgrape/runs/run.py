@@ -16,6 +16,7 @@ import torch
 
 import redgrape
 from redgrape import tree
+from redgrape.data.embedding import Progress
 from redgrape.data.examples import Pixels
 from redgrape.data.federation import FederatedData, Federation
 from redgrape.data.prepare import prepare
@@ -24,9 +25,11 @@ from redgrape.determinism import same_bits_everywhere
 from redgrape.engines import ClientHalf, Engine
 from redgrape.errors import ConfigError, DataError, StorageError
 from redgrape.method import Site
+from redgrape.nets import pretrained
 from redgrape.privacy.disclosure import told_by
 from redgrape.privacy.ledger import PrivacyLedger
 from redgrape.runs.durable import ordinary
+from redgrape.runs.embedded import embedder, for_encoder
 from redgrape.runs.experiment import Experiment
 from redgrape.runs.figures import FIGURES
 from redgrape.runs.folder import RunFolder
@@ -79,15 +82,17 @@ class Run:
         stack: int = 1,
         rounds: int | None = None,
         venue: Venue | None = None,
+        embedding: Progress | None = None,
     ) -> None:
-        """`rounds`: extend the run to this many rounds. `venue`: None for this machine."""
+        """`rounds`: extend the run to this many rounds. `venue`: None for this machine. `embedding`: told of examples
+        as they are embedded."""
         self.folder = folder
         self.experiment = folder.experiment() if rounds is None else folder.experiment().with_rounds(rounds)
         self._is_extended = rounds is not None
         self.ledger = PrivacyLedger(folder.path)
         self.workers, self.device, self.allow_changes = workers, device, allow_changes
         self.deadline, self.stack = deadline, stack
-        self.venue = this_machine(device, stack, data_root) if venue is None else venue
+        self.venue = this_machine(device, stack, data_root, embedding) if venue is None else venue
         self.notes: list[str] = []  # for the user, such as a skipped damaged checkpoint
 
     def steps(self) -> Iterator[Step]:
@@ -156,9 +161,9 @@ class Run:
         ]
 
     def _check_files(self, before: Mapping[str, Any] | None) -> None:
-        """Raise ConfigError if the file of the method has changed since the run began."""
+        """Raise ConfigError if the file of the method, or a frozen encoder, has changed since the run began."""
         known = (before or {}).get("files", {})
-        for name, digest in _digests(self.experiment.method.name).items():
+        for name, digest in _still_needed(self.experiment).items():
             if known.get(name, digest) != digest:
                 raise ConfigError(
                     f"'{name}' has changed since '{self.folder.path}' began; start a new run with --out, or "
@@ -286,13 +291,18 @@ def run(
     return there
 
 
-def this_machine(device: str, stack: int, data_root: Path | None) -> Venue:
-    """Clients on this machine. Their data is prepared here."""
+def this_machine(device: str, stack: int, data_root: Path | None, progress: Progress | None = None) -> Venue:
+    """Clients on this machine. Their data is prepared here. `progress` is told of embeddings."""
 
     def prepared(experiment: Experiment, before: Mapping[str, Any] | None) -> Prepared:
         federation = prepare(experiment.data, experiment.seed, data_root)
+        if experiment.net.is_pretrained:
+            federation = federation.with_inputs(partial(for_encoder, experiment.net.name))
         files = file_digests(experiment) if before is None else before.get("files", {})
-        return Prepared(federation, machine(device) | about(federation) | {"files": files, "stack": stack})
+        environment = machine(device) | about(federation) | {"files": files, "stack": stack}
+        if experiment.net.is_frozen:
+            federation = federation.with_inputs(embedder(experiment.net, federation.input_shape, data_root, progress))
+        return Prepared(federation, environment)
 
     def tell_lost(record: Mapping[str, Any], notes: list[str]) -> None:
         """Add one note per client. metrics.jsonl lists every round."""
@@ -330,8 +340,16 @@ def check_model(state: RunState, model: Tensors, folder: RunFolder) -> None:
 
 
 def file_digests(experiment: Experiment) -> dict[str, str]:
-    """SHA-256 of the user's method file and initial weights file. The description has only their names."""
-    return _digests(experiment.method.name, experiment.net.weights)
+    """SHA-256 of the user's method file, initial weights file and pretrained encoder. The description has only their
+    names."""
+    net = experiment.net
+    encoder = {net.name: pretrained.digest(net.name, net.weights)} if net.is_pretrained else {}
+    return _digests(experiment.method.name, net.weights) | encoder
+
+
+def _still_needed(experiment: Experiment) -> dict[str, str]:
+    """SHA-256 of the files that a run needs again to continue."""
+    return file_digests(experiment) if experiment.net.is_frozen else _digests(experiment.method.name)
 
 
 def _digests(method: str, weights: str | None = None) -> dict[str, str]:

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 def why_refused(experiment: Experiment, options: DeployOptions | SiteOptions) -> str | None:
     """Why the experiment discloses, or releases, more than the options allow, or cannot run by them; else None."""
+    if experiment.net.name not in nets.NETS:
+        return f"net '{experiment.net.name}' is not one of redgrape's own, which are all that sites train"
     exchange, single = experiment.exchange, experiment.method.create().needs_single()
     parts, survey = crossing(experiment, options)
     summed = options.secure_aggregation
