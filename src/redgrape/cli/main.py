@@ -255,9 +255,7 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("data", help="a public data set, an image folder or an .npz with images")
     command.add_argument("--net", default="efficientnet_lite0", metavar="NAME", help="the encoder (efficientnet_lite0)")
     command.add_argument("--weights", metavar="FILE", help="safetensors file with the weights of the encoder")
-    command.add_argument(
-        "--size", type=_positive, metavar="N", help="side of the encoder's images (own, 64 to 224)"
-    )
+    command.add_argument("--size", type=_positive, metavar="N", help="side of the encoder's images (own, 64 to 224)")
     command.add_argument("--image-size", type=_positive, metavar="N", help="resize images in folders to N by N")
     command.add_argument("--data-root", type=_path, metavar="DIR", help="folder with the data files and the cache")
     command.add_argument("--out", type=_path, metavar="FILE", help="also write the features to an .npz file")

@@ -66,9 +66,8 @@ def normalisation(name: str, channels: int) -> tuple[tuple[float, ...], tuple[fl
 def body(name: str, shape: tuple[int, ...], size: int | None) -> nn.Sequential:
     """The encoder for normalised images of this shape, with random weights: resize, then features."""
     if len(shape) != 3 or shape[0] not in (1, 3):
-        raise ConfigError(
-            f"net '{name}' takes images, but examples are {'x'.join(map(str, shape))}; choose mlp or linear"
-        )
+        given = "x".join(map(str, shape))
+        raise ConfigError(f"net '{name}' takes grey or RGB images, but examples are {given}; choose mlp or linear")
     return nn.Sequential(_Resized(side(shape, size)), find(name).build())
 
 

@@ -86,9 +86,7 @@ class NetOptions(BaseModel):
         except ConfigError as error:
             raise ValueError(str(error)) from error
         if not self.is_pretrained and (given := _OF_ENCODERS & self.model_fields_set):
-            raise ValueError(
-                f"net.{min(given)} is for pretrained encoders, but net.name is '{self.name}'; leave it out"
-            )
+            raise ValueError(f"{min(given)} is for pretrained encoders, and '{self.name}' is not one; leave it out")
         return self
 
     @model_serializer(mode="wrap")

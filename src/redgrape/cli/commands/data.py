@@ -52,13 +52,14 @@ def embed(options: argparse.Namespace) -> None:
     from rich.console import Console
     from rich.progress import Progress
 
+    from redgrape.nets import pretrained
     from redgrape.runs import durable
     from redgrape.runs.embedded import embed as embedded
     from redgrape.runs.experiment import NetOptions
 
+    if not pretrained.is_pretrained(options.net):
+        raise ConfigError(f"net '{options.net}' is not a pretrained encoder; choose {pretrained.LITE0}")
     net = NetOptions.parse({"name": options.net, "weights": options.weights, "size": options.size})
-    if not net.is_pretrained:
-        raise ConfigError(f"net '{net.name}' is not a pretrained encoder; choose efficientnet_lite0")
     with Progress(console=Console(stderr=True), disable=not sys.stderr.isatty()) as bar:
         task = bar.add_task("embedding")
         arrays = embedded(
