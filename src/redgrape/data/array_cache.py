@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 SHA256 = 32  # bytes
 
 
-def mapped(path: Path, rows: int, dimensions: int, dtype: type[np.generic]) -> NDArray[Any]:
+def mapped(path: Path, rows: int, dimensions: int, dtypes: tuple[type[np.generic], ...]) -> NDArray[Any]:
     """The array in this file. Raise OSError or ValueError if it is missing, damaged or another one."""
     with path.open("rb") as file:
         digest = _digest_of(file, path.stat().st_size - SHA256)
         if file.read() != digest:
             raise ValueError(f"{path} is damaged")
     array: NDArray[Any] = np.load(path, mmap_mode="r", allow_pickle=False)
-    if array.ndim != dimensions or len(array) != rows or array.dtype != dtype:
+    if array.ndim != dimensions or len(array) != rows or array.dtype not in dtypes:
         raise ValueError(f"{path} does not hold {rows} such rows")
     return array
 

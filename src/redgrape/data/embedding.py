@@ -52,11 +52,11 @@ class Embedder:
         n = len(examples.x)
         path = self._folder / f"{self._key(examples.x, examples.pixels)}.npy"
         try:
-            return array_cache.mapped(path, n, 2, np.float32)
+            return array_cache.mapped(path, n, 2, (np.float32,))
         except (OSError, ValueError, EOFError):  # missing or damaged
             try:
                 array_cache.write(path, (n, self.features), np.float32, self._blocks(examples))
-                return array_cache.mapped(path, n, 2, np.float32)
+                return array_cache.mapped(path, n, 2, (np.float32,))
             except OSError as error:
                 raise StorageError(f"cannot write {error.filename or path}: {error.strerror or error}") from error
 

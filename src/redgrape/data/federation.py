@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from redgrape.data.examples import Examples
+from redgrape.data.examples import WHITE, Examples
 from redgrape.errors import DataError
 
 if TYPE_CHECKING:
@@ -265,6 +265,6 @@ def check_class_names(names: Sequence[str], what: str) -> None:
 def _kind(examples: Examples) -> str:
     """The shape of an input and the scaling of its pixels, which must be the same for all that share a net."""
     shape = "x".join(map(str, examples.x.shape[1:]))
-    if examples.x.dtype == torch.uint8:
+    if examples.x.dtype in WHITE:
         return f"{shape} pixels with mean {examples.pixels.mean} and std {examples.pixels.std}"
     return f"{shape} floats"

@@ -69,7 +69,7 @@ def export(run: Path, out: Path, format: Format = "safetensors") -> Path:
         "net": net.name,
         **({"head": net.head, "size": net.size} if net.is_pretrained else {}),
         "dtype": str(model["classifier.weight"].dtype).removeprefix("torch."),
-        "input": environment["input"],
+        "input": environment["input"] | ({"letterbox": True} if view.experiment["data"].get("letterbox") else {}),
         "class_names": environment["class_names"],
         "run": _facts(view, state, environment),
     }
@@ -167,11 +167,11 @@ def _onnx(model: Tensors, description: Description) -> bytes:
             importlib.import_module(name)
         except ImportError as error:
             raise ConfigError(f"the format onnx needs the package {name}; run `pip install redgrape[onnx]`") from error
-    shape, is_pixels = description.input.shape, description.input.dtype == "uint8"
+    shape, is_pixels = description.input.shape, description.input.dtype != "float"
     dtype: torch.dtype = getattr(torch, description.dtype)
     net = description.build().to(dtype)
     net.load_state_dict(model)
-    rows = torch.zeros((2, *shape), dtype=torch.uint8 if is_pixels else dtype)
+    rows = torch.zeros((2, *shape), dtype=getattr(torch, description.input.dtype) if is_pixels else dtype)
     log = logging.getLogger("torch.onnx")
     level = log.level
     log.setLevel(logging.ERROR)

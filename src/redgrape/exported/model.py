@@ -16,7 +16,7 @@ from pydantic import BaseModel, Field, ValidationError
 from torch import Tensor
 
 from redgrape import nets, tree
-from redgrape.data.examples import Examples, Pixels
+from redgrape.data.examples import WHITE, Examples, Pixels
 from redgrape.determinism import same_bits_everywhere
 from redgrape.errors import ConfigError, DataError
 from redgrape.learning.evaluation import BATCH
@@ -43,8 +43,9 @@ class _Normalisation(BaseModel):
 
 class _Input(BaseModel):
     shape: tuple[Annotated[int, Field(gt=0)], ...]
-    dtype: Literal["uint8", "float"]
+    dtype: Literal["uint8", "uint16", "float"]
     pixels: _Normalisation | None
+    letterbox: bool = False
 
 
 class Description(BaseModel):
@@ -79,7 +80,9 @@ class Model:
         self.card = dict(card)
         self.class_names: list[str] = list(card["class_names"])
         self.shape: tuple[int, ...] = tuple(card["input"]["shape"])
-        self.takes_pixels: bool = card["input"]["dtype"] == "uint8"
+        self.takes_pixels: bool = card["input"]["dtype"] != "float"
+        self.letterbox: bool = card["input"].get("letterbox", False)
+        self.dtype: str = card["input"]["dtype"]
         self._forward = forward
 
     @property
@@ -89,7 +92,7 @@ class Model:
         if self.takes_pixels and len(self.shape) == 3:
             c, h, w = self.shape
             shapes += [(h, w), (h, w, c)] if c == 1 else [(h, w, c)]
-        kind = "uint8 pixels" if self.takes_pixels else "floats"
+        kind = f"{self.dtype} pixels" if self.takes_pixels else "floats"
         return f"{kind} of shape " + " or ".join(f"[{', '.join(['n', *map(str, shape)])}]" for shape in shapes)
 
     def __call__(self, x: np.ndarray[Any, Any] | Tensor, batch: int = BATCH) -> Tensor:
@@ -123,7 +126,7 @@ class Model:
         """The examples with channels first. Raise DataError if the model does not accept them."""
         x = examples.x
         given = tuple(x.shape[1:])
-        if (x.dtype == torch.uint8) == self.takes_pixels:
+        if (_name_of(x.dtype) if x.dtype in WHITE else "float") == self.dtype:
             if given == self.shape:
                 return examples
             if self.takes_pixels and len(self.shape) == 3:
@@ -132,8 +135,11 @@ class Model:
                     return replace(examples, x=x[:, None])
                 if given == (h, w, c):
                     return replace(examples, x=x.movedim(3, 1))
-        kind = str(x.dtype).removeprefix("torch.")
-        raise DataError(f"inputs are {kind} of shape {list(x.shape)}; the model takes {self.takes}")
+        raise DataError(f"inputs are {_name_of(x.dtype)} of shape {list(x.shape)}; the model takes {self.takes}")
+
+
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def load_model(folder: Path | str) -> Model:
@@ -200,7 +206,7 @@ def forward_of(net: Net, pixels: Pixels) -> Forward:
     dtype = net.classifier.weight.dtype
 
     def forward(x: Tensor) -> Tensor:
-        x = pixels(x, dtype) if x.dtype == torch.uint8 else x.to(dtype)
+        x = pixels(x, dtype) if x.dtype in WHITE else x.to(dtype)
         if x.dim() == 4:
             x = x.contiguous(memory_format=torch.channels_last)
         z: Tensor = net(x)
@@ -225,7 +231,7 @@ def _onnx_forward(data: bytes, description: Description, path: Path) -> Forward:
     dtype = getattr(torch, description.dtype)
 
     def forward(x: Tensor) -> Tensor:
-        raw = x if x.dtype == torch.uint8 else x.to(dtype)
+        raw = x if x.dtype in WHITE else x.to(dtype)
         return torch.from_numpy(session.run(["logits"], {name: raw.numpy()})[0])
 
     return forward

@@ -11,7 +11,7 @@ import torch
 
 from redgrape.data import sources
 from redgrape.data.embedding import Embedder, Progress
-from redgrape.data.examples import Examples, Pixels
+from redgrape.data.examples import WHITE, Examples, Pixels
 from redgrape.errors import ConfigError
 from redgrape.nets import pretrained
 from redgrape.runs.experiment import NetOptions
@@ -19,7 +19,7 @@ from redgrape.runs.experiment import NetOptions
 
 def for_encoder(name: str, examples: Examples) -> Examples:
     """The examples with the pixels normalised as the pretrained encoder needs them."""
-    if examples.x.dtype != torch.uint8 or examples.x.dim() != 4:
+    if examples.x.dtype not in WHITE or examples.x.dim() != 4:
         raise ConfigError(f"net '{name}' takes images, but the data holds floats; choose mlp or linear")
     return replace(examples, pixels=Pixels(*pretrained.normalisation(name, examples.x.shape[1])))
 

@@ -166,6 +166,8 @@ class Experiment(BaseModel):
                 "data.crop, flip and cutout have no effect on the embeddings of a frozen encoder, which are computed "
                 "once; leave them out, or set net.frozen=false"
             )
+        if self.net.is_pretrained and self.data.normalise:
+            raise ValueError("data.normalise has no effect: a pretrained encoder has its own scaling; leave it out")
         shortest = nets.SHORTEST_SIDE.get(self.net.name, 1)
         if self.data.image_size is not None and self.data.image_size < shortest:
             raise ValueError(

@@ -17,7 +17,7 @@ import torch
 import redgrape
 from redgrape import tree
 from redgrape.data.embedding import Progress
-from redgrape.data.examples import Pixels
+from redgrape.data.examples import WHITE, Pixels
 from redgrape.data.federation import FederatedData, Federation
 from redgrape.data.prepare import prepare
 from redgrape.data.sources import DATASETS
@@ -284,7 +284,7 @@ def run(
     described = experiment if isinstance(experiment, Experiment) else Experiment.parse(experiment)
     path = Path(folder)
     there = RunFolder.open(path) if (path / "experiment.toml").exists() else RunFolder.create(path, described)
-    if there.experiment() != described:
+    if there.experiment().hash() != described.hash():
         raise ConfigError(f"'{path}' holds another experiment; choose another folder")
     for _ in Run(there, workers=workers, device=device, data_root=data_root).steps():
         pass
@@ -415,7 +415,7 @@ def about(federation: Federation) -> dict[str, Any]:
     return {
         "split": federation.fingerprint(),
         "data": contents(federation),
-        "input": input_of(federation.input_shape, train.pixels if train.x.dtype == torch.uint8 else None),
+        "input": input_of(federation.input_shape, train.pixels, WHITE.get(train.x.dtype)),
         "class_names": federation.class_names,
         "class_counts": federation.class_counts.tolist(),
         "test_counts": federation.counts("test"),
@@ -426,12 +426,14 @@ def about(federation: Federation) -> dict[str, Any]:
     }
 
 
-def input_of(shape: tuple[int, ...], pixels: Pixels | None) -> dict[str, Any]:
-    """The format of raw inputs."""
+def input_of(shape: tuple[int, ...], pixels: Pixels | None, white: int | None = 255) -> dict[str, Any]:
+    """The format of raw inputs. `white`: the largest pixel; None for floats."""
+    if pixels is None or white is None:
+        return {"shape": list(shape), "dtype": "float", "pixels": None}
     return {
         "shape": list(shape),
-        "dtype": "float" if pixels is None else "uint8",
-        "pixels": None if pixels is None else {"divided_by": 255, "mean": pixels.mean, "std": pixels.std},
+        "dtype": "uint16" if white == 65535 else "uint8",
+        "pixels": {"divided_by": white, "mean": pixels.mean, "std": pixels.std},
     }
 
 
