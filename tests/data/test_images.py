@@ -7,15 +7,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 
 from redgrape.data.prepare import DataOptions, prepare
 from redgrape.data.sources import load
 from redgrape.errors import ConfigError, DataError
 from redgrape.exported.export import export
-from redgrape.exported.inference import predict_file
+from redgrape.exported.inference import as_csv, predict_file
 from redgrape.exported.model import load_model
 from redgrape.runs.run import run
+
+Image = pytest.importorskip("PIL.Image")
 
 
 def write(path: Path, value: int = 0, size: tuple[int, int] = (6, 4), deep: bool = False) -> None:
@@ -31,14 +32,8 @@ def test_folders_of_sites(tmp_path: Path) -> None:
     source = load(str(tmp_path / "sites"), tmp_path)
     assert source.class_names == ["a", "b", "c"]
     assert source.clients is not None and len(source.clients) == len(source.train)
-    assert [
-        chr(v)
-        for v in source.train.inputs(torch.arange(len(source.train)), torch.float64)[:, 0, 0, 0]
-        .mul(255)
-        .round()
-        .int()
-        .tolist()
-    ] == [source.class_names[y] for y in source.train.labels.tolist()]
+    pixels = source.train.inputs(torch.arange(len(source.train)), torch.float64)[:, 0, 0, 0] * 255
+    assert pixels.round().long().tolist() == [ord(source.class_names[y]) for y in source.train.labels.tolist()]
     federation = prepare(DataOptions(source=str(tmp_path / "sites"), partition="natural"), 0, tmp_path)
     assert federation.client_names == ["north", "south"]
     assert federation.client_counts[0, 2] == federation.client_counts[1, 0] == 0
@@ -113,6 +108,8 @@ def test_a_model_of_sixteen_bits_reads_its_kind_of_images(tmp_path: Path) -> Non
     model = load_model(export(folder.path, tmp_path / "model"))
     found = predict_file(tmp_path / "scans", model)
     assert [prediction.label for prediction in found] == ["a"] * 6 + ["b"] * 6
+    assert as_csv(found).splitlines()[0] == "name,label,probability,runner_up,runner_up_probability"
+    assert as_csv(found).splitlines()[1].startswith("a/0.png,a,")
     write(tmp_path / "flat.png")
     with pytest.raises(DataError, match="its mode is L, but it must have 16 bits"):
         predict_file(tmp_path / "flat.png", model)

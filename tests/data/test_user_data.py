@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from redgrape.data import images
 from redgrape.data.sources import Source, load
 from redgrape.errors import ConfigError, DataError, RedgrapeError, StorageError
 

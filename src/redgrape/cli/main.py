@@ -270,6 +270,7 @@ def _parser() -> argparse.ArgumentParser:
     command = add("predict", "model", "predict the classes of new data with an exported model")
     command.add_argument("model", type=_path, help="the model folder")
     command.add_argument("data", type=_path, help="an image, a folder of images, or an .npz with x")
+    command.add_argument("--out", type=_path, metavar="FILE", help="write the predictions to a CSV file")
     _add_deployment(commands)
     return parser
 

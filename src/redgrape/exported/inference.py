@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import csv
+import io
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +45,15 @@ def predict_file(path: Path, model: Model) -> list[Prediction]:
         Prediction(name, model.class_names[a], float(p[row, a]), model.class_names[b], float(p[row, b]))
         for row, (name, (a, b)) in enumerate(zip(names, order[:, :2].tolist(), strict=True))
     ]
+
+
+def as_csv(predictions: Sequence[Prediction]) -> str:
+    """A line of titles, and a line for each prediction."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow([field.name for field in fields(Prediction)])
+    writer.writerows(astuple(prediction) for prediction in predictions)
+    return text.getvalue()
 
 
 def read_inputs(path: Path, model: Model) -> tuple[Any, list[str]]:

@@ -63,12 +63,18 @@ def evaluate(options: argparse.Namespace) -> None:
 
 
 def predict(options: argparse.Namespace) -> None:
-    from redgrape.exported.inference import predict_file
+    from redgrape.exported.inference import as_csv, predict_file
     from redgrape.exported.model import load_model
+    from redgrape.runs import durable
 
     predictions = predict_file(options.data, load_model(options.model))
+    if options.out is not None:
+        durable.replace_file(options.out, as_csv(predictions).encode())
     if options.json:
         print(json.dumps([asdict(p) for p in predictions]))
+        return
+    if options.out is not None:
+        print(f"{len(predictions)} predictions: {printable(options.out)}")
         return
     table = Table()
     for title in ("example", "class", "%", "runner-up", "%"):
