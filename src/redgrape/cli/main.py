@@ -26,14 +26,14 @@ class _Parser(argparse.ArgumentParser):
 
 # Flags that set a key of the experiment. Use -c for every other key.
 _FLAGS: dict[str, tuple[str, Any, str]] = {
-    "--data": ("data.source", str, "digits, mnist, fashion_mnist, cifar10, cifar100, an image folder or an .npz"),
+    "--data": ("data.source", str, "digits, mnist, cifar10, ..., an image folder, an .npz or file.py:function"),
     "--imbalance": ("data.imbalance", str, "exponential, binary or natural"),
     "--ir": ("data.ir", float, "imbalance ratio"),
-    "--partition": ("data.partition", str, "class_dirichlet, prior_dirichlet, creff, iid or natural"),
+    "--partition": ("data.partition", str, "class_dirichlet, prior_dirichlet, creff, iid, natural or file.py:function"),
     "--alpha": ("data.alpha", float, "Dirichlet parameter: small is heterogeneous"),
     "--clients": ("data.clients", int, "number of clients"),
     "--clients-per-round": ("clients_per_round", int, "clients sampled per round (default: all)"),
-    "--net": ("net.name", str, "cnn, resnet8, resnet20, ..., mlp, linear or efficientnet_lite0"),
+    "--net": ("net.name", str, "cnn, resnet8, ..., mlp, linear, efficientnet_lite0 or file.py:function"),
     "--rounds": ("rounds", int, "communication rounds"),
     "--epochs": ("method.epochs", int, "local epochs"),
     "--batch-size": ("method.batch_size", int, "examples per local step"),
@@ -267,10 +267,12 @@ def _parser() -> argparse.ArgumentParser:
     command = add("evaluate", "model", "evaluate an exported model on labelled data")
     command.add_argument("model", type=_path, help="the model folder")
     command.add_argument("data", type=_path, help="a folder with one sub-folder per class, or an .npz with x and y")
+    command.add_argument("--code", type=_path, metavar="FILE", help="the Python file of your own net")
     command = add("predict", "model", "predict the classes of new data with an exported model")
     command.add_argument("model", type=_path, help="the model folder")
     command.add_argument("data", type=_path, help="an image, a folder of images, or an .npz with x")
     command.add_argument("--out", type=_path, metavar="FILE", help="write the predictions to a CSV file")
+    command.add_argument("--code", type=_path, metavar="FILE", help="the Python file of your own net")
     _add_deployment(commands)
     return parser
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from redgrape.data.examples import WHITE, Examples
+from redgrape.data.own import as_examples
 from redgrape.errors import DataError
 
 if TYPE_CHECKING:
@@ -115,7 +116,7 @@ class Pooled:
 
 class Federation:
     """Clients 0 .. K-1 with their training examples, and a test set. A validation set and a small balanced auxiliary
-    set for the server are optional.
+    set for the server are optional. Examples may also be given as (x, y) or as a data set of torch or Hugging Face.
 
     Federation(clients=[Examples(x0, y0), Examples(x1, y1)], test=Examples(xt, yt), num_classes=4)
     """
@@ -134,7 +135,10 @@ class Federation:
         client_names: Sequence[str] | None = None,
         tail: Sequence[int] | None = None,
     ) -> None:
-        pooled = clients if isinstance(clients, Pooled) else Pooled.of(clients)
+        pooled = clients if isinstance(clients, Pooled) else Pooled.of([as_examples(c, "a client") for c in clients])
+        test = as_examples(test, "the test set")
+        validation = None if validation is None else as_examples(validation, "the validation set")
+        auxiliary = None if auxiliary is None else as_examples(auxiliary, "the auxiliary set")
         train, parts = pooled.train, pooled.parts
         if not isinstance(num_classes, int) or num_classes < 2:
             raise DataError(f"num_classes is {num_classes}; there must be at least 2 classes")

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -25,7 +26,7 @@ from redgrape.data.augment import Augment
 from redgrape.data.examples import WHITE, Pixels
 from redgrape.data.federation import Federation
 from redgrape.data.images import LARGEST_SIDE
-from redgrape.data.partition import Kind, partition
+from redgrape.data.partition import check_kind, partition
 from redgrape.data.sources import READERS, Source, load
 from redgrape.errors import ConfigError, DataError
 from redgrape.validation import LARGEST
@@ -38,6 +39,13 @@ def _list_to_tuple(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value  # TOML has only lists
 
 
+def _known_partition(kind: str) -> str:
+    try:
+        return check_kind(kind)
+    except ConfigError as error:
+        raise ValueError(str(error)) from error
+
+
 class DataOptions(BaseModel):
     """Which data, how imbalanced, and how divided among the clients. A user's own data keeps its imbalance unless
     another is set."""
@@ -46,7 +54,8 @@ class DataOptions(BaseModel):
 
     source: str = Field(
         "digits",
-        description="digits, mnist, fashion_mnist, cifar10, cifar100, or a path: image folder, manifest.csv or .npz",
+        description="digits, mnist, fashion_mnist, cifar10, cifar100, a path (image folder, manifest.csv or .npz), or "
+        "a function: file.py:function",
     )
     image_size: int | None = Field(
         None, ge=1, le=LARGEST_SIDE, description="resize a folder's images to squares with this side, in pixels"
@@ -64,9 +73,10 @@ class DataOptions(BaseModel):
         (0, 7, 8), description="the classes that binary imbalance cuts"
     )
     head_cap: int | None = Field(None, ge=1, le=10**9, description="no class keeps more training examples than this")
-    partition: Kind = Field(
+    partition: Annotated[str, AfterValidator(_known_partition)] = Field(
         "class_dirichlet",
-        description="class_dirichlet, prior_dirichlet, creff, iid, or natural: the clients that the data names",
+        description="class_dirichlet, prior_dirichlet, creff, iid, natural (the clients that the data names), or a "
+        "function: file.py:function",
     )
     alpha: float = Field(1.0, ge=1e-6, le=LARGEST, description="Dirichlet concentration: small is more skewed")
     clients: int = Field(10, ge=1, le=10**6, description="number of clients; the natural partition brings its own")
@@ -95,11 +105,12 @@ class DataOptions(BaseModel):
         return {**values, "imbalance": "natural"} if isinstance(source, str) and source not in READERS else values
 
 
-def prepare(options: DataOptions, seed: int, root: Path | None = None) -> Federation:
-    """The federation for these options. Its parts are rows of the source's training examples, which are not copied."""
+def prepare(options: DataOptions, seed: int, root: Path | None = None, source: Source | None = None) -> Federation:
+    """The federation for these options. Its parts are rows of the source's training examples, which are not copied.
+    `source`: in place of the one that the options name."""
     if options.source == AT_SITES:
         raise ConfigError("the data of this run is at the sites of a deployment; continue with `redgrape deploy run`")
-    source = load(options.source, root, seed=seed, image_size=options.image_size, letterbox=options.letterbox)
+    source = source or load(options.source, root, seed=seed, image_size=options.image_size, letterbox=options.letterbox)
     if options.normalise:
         source = normalised(source)
     num_classes = len(source.class_names)

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from redgrape import own_code
 from redgrape.data.examples import Examples, Pixels
 from redgrape.data.longtail import choose
 from redgrape.errors import ConfigError, DataError, StorageError, unknown
@@ -160,6 +161,10 @@ def load(
             raise ConfigError(f"{name} is for folders of images; {source} has a fixed size, so leave it out")
         return READERS[source](data_root(root))
     path = Path(source).expanduser()
+    if own_code.is_own(source) and not path.exists():
+        from redgrape.data.own import as_source
+
+        return as_source(own_code.load(source, "data")(), source, seed)
     if not path.exists():
         error = unknown("data source", source, READERS)
         raise ConfigError(

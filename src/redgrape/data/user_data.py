@@ -50,7 +50,7 @@ def load(
     if image_size is not None or letterbox:
         name = "letterbox" if image_size is None else "image_size"
         raise ConfigError(f"{name} is for folders of images; the arrays of {path} are not resized, so leave it out")
-    return _from_npz(path, seed, hold_out)
+    return from_arrays(Arrays(path), path, seed, hold_out)
 
 
 def held_out_rows(labels: Rows, num_classes: int, seed: int) -> Rows:
@@ -80,8 +80,8 @@ def _from_images(
     return Source(path.stem, train, test, pictures.class_names, clients)
 
 
-def _from_npz(path: Path, seed: int, hold_out: bool) -> Source:
-    arrays = Arrays(path)
+def from_arrays(arrays: Any, path: Path | str, seed: int, hold_out: bool) -> Source:
+    """The arrays of an .npz file, or a mapping like it whose `path` is its name."""
     x, y = as_inputs(arrays["x"], f"{path}: x"), as_labels(arrays["y"], f"{path}: y")
     if len(x) == 0:
         raise DataError(f"{path}: x holds no examples")
@@ -110,7 +110,7 @@ def _from_npz(path: Path, seed: int, hold_out: bool) -> Source:
         clients = None if clients is None else clients[train_rows]
     if len(train) == 0 or (len(test) == 0 and hold_out):
         raise DataError(f"{path} gives {len(train)} training and {len(test)} test examples; both need at least one")
-    return Source(path.stem, train, test, names, clients)
+    return Source(Path(path).stem, train, test, names, clients)
 
 
 class Arrays:
@@ -226,7 +226,7 @@ def _numbers_or_names(values: Any, what: str) -> Any:
     return values
 
 
-def _same_length(path: Path, name: str, values: Any, x: Any) -> None:
+def _same_length(path: Path | str, name: str, values: Any, x: Any) -> None:
     if len(values) != len(x):
         raise DataError(
             f"{path}: {name} has {len(values)} entries for {len(x)} rows of inputs; there must be one for each"
@@ -237,7 +237,7 @@ def highest_label(labels: Rows) -> int:
     return int(labels.max()) if len(labels) else -1
 
 
-def names_of_classes(arrays: Arrays, highest: int, examples: int) -> list[str]:
+def names_of_classes(arrays: Any, highest: int, examples: int) -> list[str]:
     if "class_names" not in arrays:
         if highest >= examples:
             raise DataError(
@@ -256,7 +256,7 @@ def names_of_classes(arrays: Arrays, highest: int, examples: int) -> list[str]:
     return names
 
 
-def rows_for_test(arrays: Arrays, n: int) -> Rows:
+def rows_for_test(arrays: Any, n: int) -> Rows:
     test = arrays["test"]
     if test.dtype != np.bool_ or test.shape != (n,):
         raise DataError(

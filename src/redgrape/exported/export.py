@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from redgrape import nets, tree
+from redgrape import nets, own_code, tree
 from redgrape.errors import ConfigError, StorageError, unknown
 from redgrape.exported.card import write_card
 from redgrape.exported.model import FORMAT, WEIGHTS, Description, Format, forward_of, pixels_of
@@ -51,6 +51,7 @@ def export(run: Path, out: Path, format: Format = "safetensors") -> Path:
     view = RunView.read(run)
     state = newest_state(folder, view)
     environment = view.environment or {}
+    code = _unchanged_code(view, environment)
     try:
         net = NetOptions.parse(view.experiment["net"])
         shape, classes = tuple(environment["input"]["shape"]), len(environment["class_names"])
@@ -66,7 +67,8 @@ def export(run: Path, out: Path, format: Format = "safetensors") -> Path:
     card: dict[str, Any] = {
         "format": FORMAT,
         "weights": {"format": format, "sha256": ""},
-        "net": net.name,
+        "net": _without_paths(net.name),
+        **({} if code is None else {"code": code}),
         **({"head": net.head, "size": net.size} if net.is_pretrained else {}),
         "dtype": str(model["classifier.weight"].dtype).removeprefix("torch."),
         "input": environment["input"] | ({"letterbox": True} if view.experiment["data"].get("letterbox") else {}),
@@ -76,7 +78,7 @@ def export(run: Path, out: Path, format: Format = "safetensors") -> Path:
     description = Description.model_validate(card)
     if net.is_frozen:
         model = _with_encoder(model, net, description, environment)
-    weights = tree.to_bytes(model) if format == "safetensors" else _onnx(model, description)
+    weights = tree.to_bytes(model) if format == "safetensors" else _onnx(model, description, net.name)
     card["weights"]["sha256"] = hashlib.sha256(weights).hexdigest()
     files = {
         WEIGHTS[format]: weights,
@@ -85,6 +87,18 @@ def export(run: Path, out: Path, format: Format = "safetensors") -> Path:
     }
     durable.create_folder(out.resolve(), {**files, checksums.NAME: checksums.of(files)})
     return out
+
+
+def _unchanged_code(view: RunView, environment: Mapping[str, Any]) -> str | None:
+    """The SHA-256 of the user's own code of the net, None for other nets. It is compared before the code is run."""
+    name = str(view.experiment["net"]["name"])
+    if pretrained.is_pretrained(name) or not own_code.is_own(name):
+        return None
+    path = own_code.file_of(name)
+    code = own_code.digests([path])[path.name]
+    if environment.get("files", {}).get(path.name) != code:
+        raise ConfigError(f"'{path}' has changed since the run began; restore the old file")
+    return code
 
 
 def _with_encoder(head: Tensors, net: NetOptions, description: Description, environment: Mapping[str, Any]) -> Tensors:
@@ -160,7 +174,7 @@ class _FromRawInputs(nn.Module):
         return self.from_raw(x)
 
 
-def _onnx(model: Tensors, description: Description) -> bytes:
+def _onnx(model: Tensors, description: Description, net_name: str) -> bytes:
     """The graph from raw inputs (`pixels` or `x`, any number of rows) to `logits`."""
     for name in ("onnx", "onnxscript"):
         try:
@@ -169,7 +183,7 @@ def _onnx(model: Tensors, description: Description) -> bytes:
             raise ConfigError(f"the format onnx needs the package {name}; run `pip install redgrape[onnx]`") from error
     shape, is_pixels = description.input.shape, description.input.dtype != "float"
     dtype: torch.dtype = getattr(torch, description.dtype)
-    net = description.build().to(dtype)
+    net = description.build(net_name).to(dtype)
     net.load_state_dict(model)
     rows = torch.zeros((2, *shape), dtype=getattr(torch, description.input.dtype) if is_pixels else dtype)
     log = logging.getLogger("torch.onnx")

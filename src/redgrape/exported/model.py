@@ -15,11 +15,12 @@ import torch
 from pydantic import BaseModel, Field, ValidationError
 from torch import Tensor
 
-from redgrape import nets, tree
+from redgrape import nets, own_code, tree
 from redgrape.data.examples import WHITE, Examples, Pixels
 from redgrape.determinism import same_bits_everywhere
 from redgrape.errors import ConfigError, DataError
 from redgrape.learning.evaluation import BATCH
+from redgrape.nets import pretrained
 from redgrape.nets.net import Net
 from redgrape.runs import checksums, durable
 from redgrape.validation import one_line
@@ -54,16 +55,17 @@ class Description(BaseModel):
     format: int
     weights: _Weights
     net: str
+    code: str | None = None  # SHA-256 of the file of a user's own net
     head: str = "linear"  # these two are of pretrained encoders
     size: int | None = None
     dtype: Literal["float16", "bfloat16", "float32", "float64"]
     input: _Input
     class_names: list[str] = Field(min_length=2)
 
-    def build(self) -> Net:
-        """The net, with random weights."""
+    def build(self, name: str | None = None) -> Net:
+        """The net, with random weights. `name`: where a user's own net is, since the description has no paths."""
         classes = len(self.class_names)
-        return nets.build(self.net, self.input.shape, classes, seed=0, head=self.head, size=self.size)
+        return nets.build(name or self.net, self.input.shape, classes, seed=0, head=self.head, size=self.size)
 
 
 class Model:
@@ -142,8 +144,9 @@ def _name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def load_model(folder: Path | str) -> Model:
-    """Load the model that `redgrape export` wrote to this folder, and verify its checksum."""
+def load_model(folder: Path | str, code: Path | str | None = None) -> Model:
+    """Load the model that `redgrape export` wrote to this folder, and verify its checksum. `code`: the Python file of
+    your own net. It is run if it is the one that the model was trained with."""
     folder = Path(folder)
     card, description = _read_card(folder)
     path = folder / WEIGHTS[description.weights.format]
@@ -151,8 +154,26 @@ def load_model(folder: Path | str) -> Model:
         data = durable.ordinary(path).read_bytes()
     if hashlib.sha256(data).hexdigest() != description.weights.sha256:
         raise DataError(f"'{path}' is damaged: its SHA-256 does not match model.json; export the model again")
-    load = _onnx_forward if description.weights.format == "onnx" else _torch_forward
-    return Model(card, load(data, description, path))
+    if description.weights.format == "onnx":
+        return Model(card, _onnx_forward(data, description, path))
+    return Model(card, _torch_forward(data, description, path, _own_net(description, code)))
+
+
+def _own_net(description: Description, code: Path | str | None) -> str | None:
+    """The name of a user's own net, in the file `code`. None for other nets."""
+    if description.code is None:
+        if own_code.is_own(description.net) and not pretrained.is_pretrained(description.net):
+            raise DataError(f"the model does not say which code its net '{description.net}' is; export it again")
+        return None
+    file, _, function = description.net.rpartition(":")
+    if code is None:
+        raise ConfigError(
+            f"the model's net is the function '{function}' of '{file}'; pass that file with --code (in Python: code=), "
+            "or export the model as ONNX"
+        )
+    if own_code.digests([Path(code)])[Path(code).name] != description.code:
+        raise ConfigError(f"'{code}' is not the file that the model was trained with (SHA-256 {description.code[:12]})")
+    return f"{code}:{function}"
 
 
 def _read_card(folder: Path) -> tuple[dict[str, Any], Description]:
@@ -175,12 +196,12 @@ def _read_card(folder: Path) -> tuple[dict[str, Any], Description]:
     return card, description
 
 
-def _torch_forward(data: bytes, description: Description, path: Path) -> Forward:
+def _torch_forward(data: bytes, description: Description, path: Path, name: str | None) -> Forward:
     dtype: torch.dtype = getattr(torch, description.dtype)
     try:
         tensors = tree.from_bytes(data)
-        _check_size(description, data)
-        net = description.build().to(dtype)
+        _check_size(description, data, name)
+        net = description.build(name).to(dtype)
         net.load_state_dict(tensors)
     except (RuntimeError, ValueError, TypeError, safetensors.SafetensorError) as error:
         raise DataError(f"'{path}' does not hold the weights of the net in model.json") from error
@@ -188,10 +209,10 @@ def _torch_forward(data: bytes, description: Description, path: Path) -> Forward
     return forward_of(net.eval(), pixels_of(description))
 
 
-def _check_size(description: Description, data: bytes) -> None:
+def _check_size(description: Description, data: bytes, name: str | None) -> None:
     """Raise ValueError if the net has more weights than the file, before allocating memory for them."""
     with torch.device("meta"):
-        net = description.build()
+        net = description.build(name)
     if sum(t.numel() for t in net.state_dict().values()) > len(data):
         raise ValueError("the net is larger than its weights")
 

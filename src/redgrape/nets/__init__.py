@@ -9,9 +9,9 @@ from typing import Any, Protocol, TypeAlias
 
 import torch
 
-from redgrape import determinism
+from redgrape import determinism, own_code
 from redgrape.errors import ConfigError, unknown
-from redgrape.nets import cnn, pretrained, resnet, vector
+from redgrape.nets import cnn, own, pretrained, resnet, vector
 from redgrape.nets.net import Net
 
 Builder: TypeAlias = Callable[[tuple[int, ...], int], Net]
@@ -66,6 +66,8 @@ def find(name: str, head: str = "linear", size: int | None = None) -> Builder:
     """The net of this name."""
     if pretrained.is_pretrained(name):
         return pretrained.with_head(name, size, NETS[head])
+    if own_code.is_own(name):
+        return own.builder(name)
     if name not in NETS:
         raise unknown("net", name, [*NETS, pretrained.LITE0])
     return NETS[name]

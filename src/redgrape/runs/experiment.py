@@ -22,7 +22,7 @@ from pydantic import (
     model_validator,
 )
 
-from redgrape import methods, nets
+from redgrape import methods, nets, own_code
 from redgrape.data.federation import FederatedData
 from redgrape.data.prepare import DataOptions
 from redgrape.data.sources import READERS
@@ -47,7 +47,8 @@ class NetOptions(BaseModel):
 
     name: str = Field(
         "cnn",
-        description="the net, or a pretrained encoder: efficientnet_lite0, timm:NAME, torchvision:NAME or hf:NAME",
+        description="the net, a function (file.py:function), or a pretrained encoder: efficientnet_lite0, timm:NAME, "
+        "torchvision:NAME or hf:NAME",
     )
     weights: str | None = Field(
         None, description="safetensors file with initial weights, such as those of a pretrained encoder"
@@ -240,6 +241,16 @@ class Experiment(BaseModel):
 
     def with_rounds(self, rounds: int) -> Experiment:
         return Experiment.parse({**self.resolved(), "rounds": rounds})
+
+    def code(self) -> list[Path]:
+        """The files of the user's own code: method, net, data and partition."""
+        method = [Path(self.method.name)] if self.method.name.endswith(".py") else []
+        return method + [own_code.file_of(name) for name in self._own_names()]
+
+    def _own_names(self) -> list[str]:
+        net = [] if self.net.is_pretrained else [self.net.name]
+        source = [] if Path(self.data.source).exists() else [self.data.source]
+        return [name for name in (*net, *source, self.data.partition) if own_code.is_own(name)]
 
     def builder(self, federation: FederatedData) -> Callable[[], Net]:
         """A callable that returns a new net and can be passed to another process. If the encoder is frozen, the

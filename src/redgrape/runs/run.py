@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 import redgrape
-from redgrape import tree
+from redgrape import own_code, tree
 from redgrape.data.embedding import Progress
 from redgrape.data.examples import WHITE, Pixels
 from redgrape.data.federation import FederatedData, Federation
@@ -28,7 +28,6 @@ from redgrape.method import Site
 from redgrape.nets import pretrained
 from redgrape.privacy.disclosure import told_by
 from redgrape.privacy.ledger import PrivacyLedger
-from redgrape.runs.durable import ordinary
 from redgrape.runs.embedded import embedder, for_encoder
 from redgrape.runs.experiment import Experiment
 from redgrape.runs.figures import FIGURES
@@ -161,7 +160,7 @@ class Run:
         ]
 
     def _check_files(self, before: Mapping[str, Any] | None) -> None:
-        """Raise ConfigError if the file of the method, or a frozen encoder, has changed since the run began."""
+        """Raise ConfigError if the user's code, or a frozen encoder, has changed since the run began."""
         known = (before or {}).get("files", {})
         for name, digest in _still_needed(self.experiment).items():
             if known.get(name, digest) != digest:
@@ -340,24 +339,20 @@ def check_model(state: RunState, model: Tensors, folder: RunFolder) -> None:
 
 
 def file_digests(experiment: Experiment) -> dict[str, str]:
-    """SHA-256 of the user's method file, initial weights file and pretrained encoder. The description has only their
-    names."""
-    net = experiment.net
-    encoder = {net.name: pretrained.digest(net.name, net.weights)} if net.is_pretrained else {}
-    return _digests(experiment.method.name, net.weights) | encoder
+    """SHA-256 of the user's code, initial weights file and pretrained encoder. The description has only their names."""
+    return _digests(experiment, with_weights=True)
 
 
 def _still_needed(experiment: Experiment) -> dict[str, str]:
-    """SHA-256 of the files that a run needs again to continue."""
-    return file_digests(experiment) if experiment.net.is_frozen else _digests(experiment.method.name)
+    """SHA-256 of the files that a run needs again to continue: all code, and a frozen encoder."""
+    return _digests(experiment, with_weights=experiment.net.is_frozen)
 
 
-def _digests(method: str, weights: str | None = None) -> dict[str, str]:
-    paths = [Path(name) for name in (method if method.endswith(".py") else None, weights) if name is not None]
-    try:
-        return {path.name: hashlib.sha256(ordinary(path, DataError).read_bytes()).hexdigest() for path in paths}
-    except OSError as error:
-        raise DataError(f"cannot read '{error.filename}': {error.strerror}") from error
+def _digests(experiment: Experiment, with_weights: bool) -> dict[str, str]:
+    net = experiment.net
+    encoder = {net.name: pretrained.digest(net.name, net.weights)} if with_weights and net.is_pretrained else {}
+    weights = [Path(net.weights)] if with_weights and net.weights is not None else []
+    return own_code.digests([*experiment.code(), *weights]) | encoder
 
 
 class Present:

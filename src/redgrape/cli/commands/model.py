@@ -29,7 +29,7 @@ def evaluate(options: argparse.Namespace) -> None:
     from redgrape.exported.inference import evaluate_model, names_test_set, read_labelled
     from redgrape.exported.model import load_model
 
-    model = load_model(options.model)
+    model = load_model(options.model, options.code)
     scores = evaluate_model(model, read_labelled(options.data, model))
     if not names_test_set(options.data):
         print(
@@ -67,7 +67,7 @@ def predict(options: argparse.Namespace) -> None:
     from redgrape.exported.model import load_model
     from redgrape.runs import durable
 
-    predictions = predict_file(options.data, load_model(options.model))
+    predictions = predict_file(options.data, load_model(options.model, options.code))
     if options.out is not None:
         durable.replace_file(options.out, as_csv(predictions).encode())
     if options.json:
