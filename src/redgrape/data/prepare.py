@@ -109,7 +109,10 @@ def prepare(options: DataOptions, seed: int, root: Path | None = None, source: S
     """The federation for these options. Its parts are rows of the source's training examples, which are not copied.
     `source`: in place of the one that the options name."""
     if options.source == AT_SITES:
-        raise ConfigError("the data of this run is at the sites of a deployment; continue with `redgrape deploy run`")
+        raise ConfigError(
+            "the data of this run is at the sites of a deployment; continue with `redgrape deploy run` (a folder of "
+            f"this name is ./{AT_SITES})"
+        )
     source = source or load(options.source, root, seed=seed, image_size=options.image_size, letterbox=options.letterbox)
     if options.normalise:
         source = normalised(source)

@@ -69,7 +69,7 @@ def export(run: Path, out: Path, format: Format = "safetensors") -> Path:
         "weights": {"format": format, "sha256": ""},
         "net": _without_paths(net.name),
         **({} if code is None else {"code": code}),
-        **({"head": net.head, "size": net.size} if net.is_pretrained else {}),
+        **({"head": net.head, "size": pretrained.side(shape, net.size)} if net.is_pretrained else {}),
         "dtype": str(model["classifier.weight"].dtype).removeprefix("torch."),
         "input": environment["input"] | ({"letterbox": True} if view.experiment["data"].get("letterbox") else {}),
         "class_names": environment["class_names"],

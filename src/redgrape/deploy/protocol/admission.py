@@ -30,6 +30,8 @@ def why_refused(experiment: Experiment, options: DeployOptions | SiteOptions) ->
     """Why the experiment discloses, or releases, more than the options allow, or cannot run by them; else None."""
     if experiment.net.name not in nets.NETS:
         return f"net '{experiment.net.name}' is not one of redgrape's own, which are all that sites train"
+    if experiment.data.letterbox or experiment.data.normalise:
+        return "data.letterbox and data.normalise have no effect at sites; leave them out"
     exchange, single = experiment.exchange, experiment.method.create().needs_single()
     parts, survey = crossing(experiment, options)
     summed = options.secure_aggregation
