@@ -34,6 +34,7 @@ from redgrape.exchange.checks import (
 from redgrape.exchange.plausible import Measures
 from redgrape.learning.features import batchnorms
 from redgrape.method import ClientId, ClientSite, Method, ServerSite, Site
+from redgrape.nets import own
 from redgrape.nets.net import Net
 from redgrape.tree import Tensors, Tree
 
@@ -369,7 +370,7 @@ class Training:
         self,
         method: Method,
         federation: FederatedData,
-        build: Callable[[], Net],
+        build: Callable[[], Net] | nn.Module,
         *,
         rounds: int,
         clients_per_round: int | None = None,
@@ -408,6 +409,8 @@ class Training:
             raise ConfigError(
                 f"method is {method!r}; pass a method with its hyper-parameters, such as RedGrape(lr=0.05)"
             )
+        if isinstance(build, nn.Module):
+            build = own.copies(build, federation.input_shape, federation.num_classes)
         with determinism.global_stream(None):  # so that training starts from the first net that `build` draws
             net = build()
             check_net(net, federation)
@@ -543,7 +546,7 @@ class Result:
 def train(
     method: Method,
     federation: FederatedData,
-    build: Callable[[], Net],
+    build: Callable[[], Net] | nn.Module,
     *,
     rounds: int,
     clients_per_round: int | None = None,
@@ -558,8 +561,9 @@ def train(
 ) -> Result:
     """Train a method on a federation, from the weights that `build` gives, with evaluations on the way.
 
-    `build` returns a fresh Net at every call. With one worker it may be any callable. With more it must be importable,
-    because it is sent to other processes. `min_answers`: the run stops if a round has fewer accepted answers.
+    `build` returns a fresh Net at every call; or it is a net, which is copied. With one worker it may be any callable.
+    With more it must be importable, because it is sent to other processes. `min_answers`: the run stops if a round has
+    fewer accepted answers.
     `deadline`: seconds after which a worker that has not answered counts as hung; ignored with one worker.
     `stack`: train this many clients of equal size as one, if the method and the net allow it. This is fast for small
     nets; results agree to rounding, not bit for bit.

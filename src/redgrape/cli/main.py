@@ -30,7 +30,7 @@ def names(text: str) -> list[str]:
 
 # Flags that set a key of the experiment. Use -c for every other key.
 _FLAGS: dict[str, tuple[str, Any, str]] = {
-    "--data": ("data.source", str, "digits, mnist, fashion_mnist, cifar10, cifar100, an image folder or an .npz"),
+    "--data": ("data.source", str, "digits, mnist, cifar10, ..., an image folder, an .npz or file.py:function"),
     "--imbalance": ("data.imbalance", str, "exponential, binary or natural"),
     "--ir": ("data.ir", float, "imbalance ratio"),
     "--tail": (
@@ -38,11 +38,11 @@ _FLAGS: dict[str, tuple[str, Any, str]] = {
         names,
         "the tail: names of classes, separated by commas (default: the rarest 30 %%)",
     ),
-    "--partition": ("data.partition", str, "class_dirichlet, prior_dirichlet, creff, iid or natural"),
+    "--partition": ("data.partition", str, "class_dirichlet, prior_dirichlet, creff, iid, natural or file.py:function"),
     "--alpha": ("data.alpha", float, "Dirichlet parameter: small is heterogeneous"),
     "--clients": ("data.clients", int, "number of clients"),
     "--clients-per-round": ("clients_per_round", int, "clients sampled per round (default: all)"),
-    "--net": ("net.name", str, "cnn, cnn_dropout, resnet8, resnet20, ..., mlp or linear"),
+    "--net": ("net.name", str, "cnn, resnet8, ..., mlp, linear, efficientnet_lite0 or file.py:function"),
     "--rounds": ("rounds", int, "communication rounds"),
     "--epochs": ("method.epochs", int, "local epochs"),
     "--batch-size": ("method.batch_size", int, "examples per local step"),
@@ -260,6 +260,15 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("name", help="mnist, fashion_mnist, cifar10 or cifar100")
     command.add_argument("--data-root", type=_path, metavar="DIR", help="folder for the data files")
 
+    command = add("embed", "data", "compute the features of a pretrained encoder once, for later runs")
+    command.add_argument("data", help="a public data set, an image folder or an .npz with images")
+    command.add_argument("--net", default="efficientnet_lite0", metavar="NAME", help="the encoder (efficientnet_lite0)")
+    command.add_argument("--weights", metavar="FILE", help="safetensors file with the weights of the encoder")
+    command.add_argument("--size", type=_positive, metavar="N", help="side of the encoder's images (own, 64 to 224)")
+    command.add_argument("--image-size", type=_positive, metavar="N", help="resize images in folders to N by N")
+    command.add_argument("--data-root", type=_path, metavar="DIR", help="folder with the data files and the cache")
+    command.add_argument("--out", type=_path, metavar="FILE", help="also write the features to an .npz file")
+
     command = add("export", "model", "export the inference model of a run, with a model card")
     command.add_argument("run", type=_path, help="the run folder")
     command.add_argument("out", type=_path, help="the model folder to create")
@@ -273,9 +282,12 @@ def _parser() -> argparse.ArgumentParser:
         help="for a model: a folder with one sub-folder per class, or an .npz with x and y",
     )
     command.add_argument("--data-root", type=_path, metavar="DIR", help="folder with the data files of the run")
+    command.add_argument("--code", type=_path, metavar="FILE", help="the Python file of your own net")
     command = add("predict", "model", "predict the classes of new data with an exported model")
     command.add_argument("model", type=_path, help="the model folder")
     command.add_argument("data", type=_path, help="an image, a folder of images, or an .npz with x")
+    command.add_argument("--out", type=_path, metavar="FILE", help="write the predictions to a CSV file")
+    command.add_argument("--code", type=_path, metavar="FILE", help="the Python file of your own net")
     _add_deployment(commands)
     return parser
 

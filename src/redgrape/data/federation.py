@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal, Protocol
@@ -12,7 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from redgrape.data.examples import Examples
+from redgrape.data.examples import WHITE, Examples
+from redgrape.data.own import as_examples
 from redgrape.errors import DataError
 
 if TYPE_CHECKING:
@@ -133,7 +135,7 @@ class Pooled:
 
 class Federation:
     """Clients 0 .. K-1 with their training examples, and a test set. A validation set and a small balanced auxiliary
-    set for the server are optional.
+    set for the server are optional. Examples may also be given as (x, y) or as a data set of torch or Hugging Face.
 
     Federation(clients=[Examples(x0, y0), Examples(x1, y1)], test=Examples(xt, yt), num_classes=4)
     """
@@ -152,7 +154,10 @@ class Federation:
         client_names: Sequence[str] | None = None,
         tail: Sequence[int] | None = None,
     ) -> None:
-        pooled = clients if isinstance(clients, Pooled) else Pooled.of(clients)
+        pooled = clients if isinstance(clients, Pooled) else Pooled.of([as_examples(c, "a client") for c in clients])
+        test = as_examples(test, "the test set")
+        validation = None if validation is None else as_examples(validation, "the validation set")
+        auxiliary = None if auxiliary is None else as_examples(auxiliary, "the auxiliary set")
         train, parts = pooled.train, pooled.parts
         if not isinstance(num_classes, int) or num_classes < 2:
             raise DataError(f"num_classes is {num_classes}; there must be at least 2 classes")
@@ -253,6 +258,14 @@ class Federation:
     def input_shape(self) -> tuple[int, ...]:
         return tuple(self.train.x.shape[1:])
 
+    def with_inputs(self, change: Callable[[Examples], Examples]) -> Federation:
+        """The same clients and examples, with changed inputs."""
+        changed = copy.copy(self)
+        changed.train, changed.test = change(self.train), change(self.test)
+        changed.validation = None if self.validation is None else change(self.validation)
+        changed.auxiliary = None if self.auxiliary is None else change(self.auxiliary)
+        return changed
+
     def fingerprint(self) -> str:
         """SHA-256 over every client's rows and labels. It identifies a split, for citing it."""
         digest = hashlib.sha256(str(self.num_classes).encode())
@@ -276,6 +289,6 @@ def check_class_names(names: Sequence[str], what: str) -> None:
 def _kind(examples: Examples) -> str:
     """The shape of an input and the scaling of its pixels, which must be the same for all that share a net."""
     shape = "x".join(map(str, examples.x.shape[1:]))
-    if examples.x.dtype == torch.uint8:
+    if examples.x.dtype in WHITE:
         return f"{shape} pixels with mean {examples.pixels.mean} and std {examples.pixels.std}"
     return f"{shape} floats"

@@ -2,21 +2,33 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    model_serializer,
+    model_validator,
+)
 
 from redgrape.data import longtail
 from redgrape.data.augment import Augment
+from redgrape.data.examples import WHITE, Pixels
 from redgrape.data.federation import Federation
-from redgrape.data.partition import Kind, partition
-from redgrape.data.sources import READERS, load
-from redgrape.data.user_data import LARGEST_SIDE
+from redgrape.data.images import LARGEST_SIDE
+from redgrape.data.partition import check_kind, partition
+from redgrape.data.sources import READERS, Source, load
 from redgrape.errors import ConfigError, DataError
 from redgrape.validation import LARGEST
 
@@ -29,6 +41,13 @@ def _list_to_tuple(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value  # TOML has only lists
 
 
+def _known_partition(kind: str) -> str:
+    try:
+        return check_kind(kind)
+    except ConfigError as error:
+        raise ValueError(str(error)) from error
+
+
 class DataOptions(BaseModel):
     """Which data, how imbalanced, and how divided among the clients. A user's own data keeps its imbalance unless
     another is set."""
@@ -37,10 +56,15 @@ class DataOptions(BaseModel):
 
     source: str = Field(
         "digits",
-        description="digits, mnist, fashion_mnist, cifar10, cifar100, or a path: a folder of images or an .npz file",
+        description="digits, mnist, fashion_mnist, cifar10, cifar100, a path (image folder, manifest.csv or .npz), or "
+        "a function: file.py:function",
     )
     image_size: int | None = Field(
         None, ge=1, le=LARGEST_SIDE, description="resize a folder's images to squares with this side, in pixels"
+    )
+    letterbox: bool = Field(False, description="resized images keep their proportions, between black bars")
+    normalise: bool = Field(
+        False, description="shift and scale each channel to mean 0 and deviation 1 over the training images"
     )
     imbalance: Literal["exponential", "binary", "natural"] = Field(
         "exponential",
@@ -51,9 +75,10 @@ class DataOptions(BaseModel):
         CUT, description="the tail, by names or numbers: binary imbalance cuts it; else the default means by count"
     )
     head_cap: int | None = Field(None, ge=1, le=10**9, description="no class keeps more training examples than this")
-    partition: Kind = Field(
+    partition: Annotated[str, AfterValidator(_known_partition)] = Field(
         "class_dirichlet",
-        description="class_dirichlet, prior_dirichlet, creff, iid, or natural: the clients that the data names",
+        description="class_dirichlet, prior_dirichlet, creff, iid, natural (the clients that the data names), or a "
+        "function: file.py:function",
     )
     alpha: float = Field(1.0, ge=1e-6, le=LARGEST, description="Dirichlet concentration: small is more skewed")
     clients: int = Field(10, ge=1, le=10**6, description="number of clients; the natural partition brings its own")
@@ -68,6 +93,11 @@ class DataOptions(BaseModel):
     flip: bool = Field(False, description="augmentation: mirror images at random")
     cutout: int = Field(0, ge=0, le=10_000, description="augmentation: blank a random square with this side, in pixels")
 
+    @model_serializer(mode="wrap")
+    def _without_unused(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Younger keys are there only if they are set, so that other experiments keep their hashes."""
+        return {key: value for key, value in dump(self).items() if value or key not in ("letterbox", "normalise")}
+
     @model_validator(mode="before")
     @classmethod
     def _own_data_is_imbalanced_already(cls, values: Any) -> Any:
@@ -77,11 +107,17 @@ class DataOptions(BaseModel):
         return {**values, "imbalance": "natural"} if isinstance(source, str) and source not in READERS else values
 
 
-def prepare(options: DataOptions, seed: int, root: Path | None = None) -> Federation:
-    """The federation for these options. Its parts are rows of the source's training examples, which are not copied."""
+def prepare(options: DataOptions, seed: int, root: Path | None = None, source: Source | None = None) -> Federation:
+    """The federation for these options. Its parts are rows of the source's training examples, which are not copied.
+    `source`: in place of the one that the options name."""
     if options.source == AT_SITES:
-        raise ConfigError("the data of this run is at the sites of a deployment; continue with `redgrape deploy run`")
-    source = load(options.source, root, seed=seed, image_size=options.image_size)
+        raise ConfigError(
+            "the data of this run is at the sites of a deployment; continue with `redgrape deploy run` (a folder of "
+            f"this name is ./{AT_SITES})"
+        )
+    source = source or load(options.source, root, seed=seed, image_size=options.image_size, letterbox=options.letterbox)
+    if options.normalise:
+        source = normalised(source)
     num_classes = len(source.class_names)
     labels = source.train.labels.numpy()
     never_trained = np.setdiff1d(source.test.labels.numpy(), labels)
@@ -117,6 +153,24 @@ def prepare(options: DataOptions, seed: int, root: Path | None = None) -> Federa
         client_names=client_names,
         tail=tail,
     )
+
+
+def normalised(source: Source) -> Source:
+    """The source with pixels that have mean 0 and deviation 1 in each channel, over its training images."""
+    x = source.train.x
+    if x.dtype not in WHITE or x.dim() != 4:
+        raise ConfigError(f"normalise is for images, but {source.name} holds vectors; leave it out")
+    total = np.zeros(x.shape[1])
+    squares = np.zeros(x.shape[1])
+    for rows in torch.arange(len(source.train)).split(1024):  # in blocks: x may be larger than memory
+        block = replace(source.train, pixels=Pixels()).inputs(rows, torch.float64)
+        total += block.sum(dim=(0, 2, 3)).numpy()
+        squares += block.square().sum(dim=(0, 2, 3)).numpy()
+    n = len(source.train) * math.prod(x.shape[2:])
+    mean = total / n
+    std = np.sqrt(np.maximum(squares / n - mean**2, 0))
+    scaling = Pixels(tuple(mean.tolist()), tuple(np.where(std > 0, std, 1).tolist()))  # a constant channel stays so
+    return replace(source, train=replace(source.train, pixels=scaling), test=replace(source.test, pixels=scaling))
 
 
 def _balanced(labels: Rows, rows: Rows, num_classes: int, size: int, seed: int, purpose: str) -> Rows:

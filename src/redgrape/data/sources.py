@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from redgrape import own_code
 from redgrape.data.examples import Examples, Pixels
 from redgrape.data.longtail import choose
 from redgrape.errors import ConfigError, DataError, StorageError, unknown
@@ -146,16 +147,24 @@ def data_root(option: Path | None = None) -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "redgrape"
 
 
-def load(source: str, root: Path | None = None, *, seed: int = 0, image_size: int | None = None) -> Source:
+def load(
+    source: str, root: Path | None = None, *, seed: int = 0, image_size: int | None = None, letterbox: bool = False
+) -> Source:
     """The data called `source`: a public set, or the path of a folder of images or an .npz file (see user_data.py).
 
-    The seed decides the held-out test split of a user's data without a test set. image_size resizes a folder's images.
+    The seed decides the held-out test split of a user's data without a test set. image_size resizes a folder's images,
+    and letterbox keeps their proportions.
     """
     if source in READERS:
-        if image_size is not None:
-            raise ConfigError(f"image_size is for folders of images; {source} has a fixed size, so leave it out")
+        if image_size is not None or letterbox:
+            name = "letterbox" if image_size is None else "image_size"
+            raise ConfigError(f"{name} is for folders of images; {source} has a fixed size, so leave it out")
         return READERS[source](data_root(root))
     path = Path(source).expanduser()
+    if own_code.is_own(source) and not path.exists():
+        from redgrape.data.own import as_source
+
+        return as_source(own_code.load(source, "data")(), source, seed)
     if not path.exists():
         error = unknown("data source", source, READERS)
         raise ConfigError(
@@ -163,7 +172,7 @@ def load(source: str, root: Path | None = None, *, seed: int = 0, image_size: in
         )
     from redgrape.data import user_data
 
-    return user_data.load(path, data_root(root), seed=seed, image_size=image_size)
+    return user_data.load(path, data_root(root), seed=seed, image_size=image_size, letterbox=letterbox)
 
 
 def digest_of(path: Path, kind: str) -> str:

@@ -77,10 +77,13 @@ def _what_it_is(card: Mapping[str, Any]) -> str:
 def _use(card: Mapping[str, Any]) -> str:
     shape = ", ".join(["n", *map(str, card["input"]["shape"])])
     if pixels := card["input"]["pixels"]:
+        bars = card["input"].get("letterbox")
+        how = "between black bars" if bars else "which distorts them if their aspect ratio differs"
         treatment = (
-            f"`x` holds pixels as uint8, [{shape}]. The model normalises them: divided by 255, minus the mean "
+            f"`x` holds pixels as {card['input']['dtype']}, [{shape}]. The model normalises them: divided by "
+            f"{pixels['divided_by']}, minus the mean "
             f"{_numbers(pixels['mean'])}, divided by the standard deviation {_numbers(pixels['std'])} of each channel. "
-            f"Image files of another size are resized, which distorts them if their aspect ratio differs."
+            f"Image files of another size are resized, {how}."
         )
     else:
         treatment = f"`x` holds floats, [{shape}], which go to the net unchanged."

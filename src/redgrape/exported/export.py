@@ -23,15 +23,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from redgrape import nets, tree
+from redgrape import nets, own_code, tree
 from redgrape.errors import ConfigError, StorageError, unknown
 from redgrape.exported.card import write_card
 from redgrape.exported.model import FORMAT, WEIGHTS, Description, Format, forward_of, pixels_of
+from redgrape.nets import pretrained
 from redgrape.nets.net import Net
 from redgrape.privacy.disclosure import recorded_disclosures
 from redgrape.reading import judged
 from redgrape.reading.run_tables import RunView
 from redgrape.runs import checksums, durable
+from redgrape.runs.experiment import NetOptions
 from redgrape.runs.figures import unpacked_record
 from redgrape.runs.folder import RunFolder
 from redgrape.runs.run import check_model, digest_of_state
@@ -50,11 +52,13 @@ def export(run: Path, out: Path, format: Format = "safetensors") -> Path:
     view = RunView.read(run)
     state = newest_state(folder, view)
     environment = view.environment or {}
+    code = _unchanged_code(view, environment)
     try:
-        name = view.experiment["net"]["name"]
+        net = NetOptions.parse(view.experiment["net"])
         shape, classes = tuple(environment["input"]["shape"]), len(environment["class_names"])
+        inputs = (pretrained.features(net.name, shape, net.size),) if net.is_frozen else shape
         with torch.device("meta"):
-            expected = nets.build(name, shape, classes, seed=0).state_dict()
+            expected = nets.build(**net.trained, shape=inputs, num_classes=classes, seed=0).state_dict()
     except (KeyError, TypeError, RuntimeError) as error:
         raise StorageError(
             f"'{run / 'environment.json'}' is damaged: input and classes are missing or invalid"
@@ -64,13 +68,18 @@ def export(run: Path, out: Path, format: Format = "safetensors") -> Path:
     card: dict[str, Any] = {
         "format": FORMAT,
         "weights": {"format": format, "sha256": ""},
-        "net": name,
+        "net": _without_paths(net.name),
+        **({} if code is None else {"code": code}),
+        **({"head": net.head, "size": pretrained.side(shape, net.size)} if net.is_pretrained else {}),
         "dtype": str(model["classifier.weight"].dtype).removeprefix("torch."),
-        "input": environment["input"],
+        "input": environment["input"] | ({"letterbox": True} if view.experiment["data"].get("letterbox") else {}),
         "class_names": environment["class_names"],
         "run": _facts(view, state, environment),
     }
-    weights = tree.to_bytes(model) if format == "safetensors" else _onnx(model, Description.model_validate(card))
+    description = Description.model_validate(card)
+    if net.is_frozen:
+        model = _with_encoder(model, net, description, environment)
+    weights = tree.to_bytes(model) if format == "safetensors" else _onnx(model, description, net.name)
     card["weights"]["sha256"] = hashlib.sha256(weights).hexdigest()
     files = {
         WEIGHTS[format]: weights,
@@ -79,6 +88,28 @@ def export(run: Path, out: Path, format: Format = "safetensors") -> Path:
     }
     durable.create_folder(out.resolve(), {**files, checksums.NAME: checksums.of(files)})
     return out
+
+
+def _unchanged_code(view: RunView, environment: Mapping[str, Any]) -> str | None:
+    """The SHA-256 of the user's own code of the net, None for other nets. It is compared before the code is run."""
+    name = str(view.experiment["net"]["name"])
+    if pretrained.is_pretrained(name) or not own_code.is_own(name):
+        return None
+    path = own_code.file_of(name)
+    code = own_code.digests([path])[path.name]
+    if environment.get("files", {}).get(path.name) != code:
+        raise ConfigError(f"'{path}' has changed since the run began; restore the old file")
+    return code
+
+
+def _with_encoder(head: Tensors, net: NetOptions, description: Description, environment: Mapping[str, Any]) -> Tensors:
+    """The frozen encoder and the trained head as one model, from images to logits."""
+    if pretrained.digest(net.name, net.weights) != environment["files"].get(net.name):
+        raise StorageError(f"the weights of net '{net.name}' have changed since the run began; restore the old ones")
+    whole = description.build()
+    pretrained.load(whole, net.name, net.weights)
+    named = {key.replace("encoder.", "encoder.1.", 1): t for key, t in head.items()}
+    return whole.state_dict() | named
 
 
 def newest_state(folder: RunFolder, view: RunView) -> RunState:
@@ -144,18 +175,18 @@ class _FromRawInputs(nn.Module):
         return self.from_raw(x)
 
 
-def _onnx(model: Tensors, description: Description) -> bytes:
+def _onnx(model: Tensors, description: Description, net_name: str) -> bytes:
     """The graph from raw inputs (`pixels` or `x`, any number of rows) to `logits`."""
     for name in ("onnx", "onnxscript"):
         try:
             importlib.import_module(name)
         except ImportError as error:
             raise ConfigError(f"the format onnx needs the package {name}; run `pip install redgrape[onnx]`") from error
-    shape, is_pixels = description.input.shape, description.input.dtype == "uint8"
+    shape, is_pixels = description.input.shape, description.input.dtype != "float"
     dtype: torch.dtype = getattr(torch, description.dtype)
-    net = nets.build(description.net, shape, len(description.class_names), seed=0).to(dtype)
+    net = description.build(net_name).to(dtype)
     net.load_state_dict(model)
-    rows = torch.zeros((2, *shape), dtype=torch.uint8 if is_pixels else dtype)
+    rows = torch.zeros((2, *shape), dtype=getattr(torch, description.input.dtype) if is_pixels else dtype)
     log = logging.getLogger("torch.onnx")
     level = log.level
     log.setLevel(logging.ERROR)

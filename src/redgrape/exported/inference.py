@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import csv
+import io
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from redgrape.data import user_data
+from redgrape.data import images, user_data
 from redgrape.data.examples import Examples
 from redgrape.data.federation import Groups
 from redgrape.errors import DataError
@@ -45,6 +47,15 @@ def predict_file(path: Path, model: Model) -> list[Prediction]:
     ]
 
 
+def as_csv(predictions: Sequence[Prediction]) -> str:
+    """A line of titles, and a line for each prediction."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow([field.name for field in fields(Prediction)])
+    writer.writerows(astuple(prediction) for prediction in predictions)
+    return text.getvalue()
+
+
 def read_inputs(path: Path, model: Model) -> tuple[Any, list[str]]:
     """Unlabelled inputs and their names: an image, a folder of images with or without sub-folders, or `x` in an .npz
     file. Images are converted to the size and colours of the model."""
@@ -52,7 +63,7 @@ def read_inputs(path: Path, model: Model) -> tuple[Any, list[str]]:
         with durable.storage_errors("read", path):
             files = sorted(file for file in path.rglob("*") if _is_image(file.relative_to(path)) and file.is_file())
         if not files:
-            raise DataError(f"'{path}' holds no images ({' '.join(sorted(user_data.IMAGE_SUFFIXES))})")
+            raise DataError(f"'{path}' holds no images ({' '.join(sorted(images.SUFFIXES))})")
         return _decoded(files, model), [file.relative_to(path).as_posix() for file in files]
     if not path.exists():
         raise DataError(f"'{path}' does not exist; pass an image, a folder of images or an .npz file with `x`")
@@ -78,12 +89,12 @@ def names_test_set(path: Path) -> bool:
 
 def _labelled_folder(path: Path, model: Model) -> Examples:
     with durable.storage_errors("read", path):
-        folders = user_data.visible_folders(path)
+        folders = images.visible_folders(path)
         if {folder.name for folder in folders} == {"train", "test"} and "test" not in model.class_names:
-            folders = user_data.visible_folders(path / "test")
+            folders = images.visible_folders(path / "test")
         files, labels = [], []
         for folder, label in zip(folders, _class_numbers([f.name for f in folders], model, path), strict=True):
-            found = user_data.images_of_class(folder, path)
+            found = images.images_of_class(folder, path)
             files += found
             labels += [label] * len(found)
     if not files:
@@ -112,7 +123,7 @@ def _class_numbers(names: Sequence[str], model: Model, path: Path) -> list[int]:
 
 
 def _is_image(path: Path) -> bool:
-    return path.suffix.lower() in user_data.IMAGE_SUFFIXES and not any(part.startswith(".") for part in path.parts)
+    return path.suffix.lower() in images.SUFFIXES and not any(part.startswith(".") for part in path.parts)
 
 
 def _decoded(files: Sequence[Path], model: Model) -> Any:
@@ -121,17 +132,12 @@ def _decoded(files: Sequence[Path], model: Model) -> Any:
         raise DataError(f"'{files[0]}': the model takes {model.takes}, not images; pass an .npz file with `x`")
     c, h, w = model.shape
 
+    mode: images.Mode = "16 bits" if model.dtype == "uint16" else "L" if c == 1 else "RGB"
+
     def pixels(image: Any) -> Any:
-        from PIL import Image
+        return images.pixels(image, mode, (w, h), model.letterbox)
 
-        if image.mode[0] in "IF":
-            raise ValueError(f"its pixels have more than 8 bits (mode {image.mode})")
-        image = image.convert("L" if c == 1 else "RGB")
-        if image.size != (w, h):
-            image = image.resize((w, h), Image.Resampling.BILINEAR)
-        return np.asarray(image).reshape(h, w, c).transpose(2, 0, 1)
-
-    return np.stack([user_data.open_image(file, pixels) for file in files])
+    return np.stack([images.open_image(file, pixels) for file in files])
 
 
 def evaluate_model(model: Model, examples: Examples, groups: Groups | None = None) -> dict[str, Any]:

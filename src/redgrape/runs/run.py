@@ -15,8 +15,9 @@ import numpy as np
 import torch
 
 import redgrape
-from redgrape import tree
-from redgrape.data.examples import Pixels
+from redgrape import own_code, tree
+from redgrape.data.embedding import Progress
+from redgrape.data.examples import WHITE, Pixels
 from redgrape.data.federation import FederatedData, Federation
 from redgrape.data.prepare import prepare
 from redgrape.data.sources import DATASETS
@@ -24,9 +25,10 @@ from redgrape.determinism import same_bits_everywhere
 from redgrape.engines import ClientHalf, Engine
 from redgrape.errors import ConfigError, DataError, StorageError
 from redgrape.method import Site
+from redgrape.nets import pretrained
 from redgrape.privacy.disclosure import disclosures
 from redgrape.privacy.ledger import PrivacyLedger
-from redgrape.runs.durable import ordinary
+from redgrape.runs.embedded import embedder, for_encoder
 from redgrape.runs.experiment import Experiment
 from redgrape.runs.figures import FIGURES, OF_MANY_CLASSES
 from redgrape.runs.folder import RunFolder
@@ -80,15 +82,17 @@ class Run:
         stack: int = 1,
         rounds: int | None = None,
         venue: Venue | None = None,
+        embedding: Progress | None = None,
     ) -> None:
-        """`rounds`: extend the run to this many rounds. `venue`: None for this machine."""
+        """`rounds`: extend the run to this many rounds. `venue`: None for this machine. `embedding`: told of examples
+        as they are embedded."""
         self.folder = folder
         self.experiment = folder.experiment() if rounds is None else folder.experiment().with_rounds(rounds)
         self._is_extended = rounds is not None
         self.ledger = PrivacyLedger(folder.path)
         self.workers, self.device, self.allow_changes = workers, device, allow_changes
         self.deadline, self.stack = deadline, stack
-        self.venue = this_machine(device, stack, data_root) if venue is None else venue
+        self.venue = this_machine(device, stack, data_root, embedding) if venue is None else venue
         self.notes: list[str] = []  # for the user, such as a skipped damaged checkpoint
 
     def steps(self) -> Iterator[Step]:
@@ -158,9 +162,9 @@ class Run:
         ]
 
     def _check_files(self, before: Mapping[str, Any] | None) -> None:
-        """Raise ConfigError if the file of the method has changed since the run began."""
+        """Raise ConfigError if the user's code, or a frozen encoder, has changed since the run began."""
         known = (before or {}).get("files", {})
-        for name, digest in _digests(self.experiment.method.name).items():
+        for name, digest in _still_needed(self.experiment).items():
             if known.get(name, digest) != digest:
                 raise ConfigError(
                     f"'{name}' has changed since '{self.folder.path}' began; start a new run with --out, or "
@@ -287,13 +291,18 @@ def run(
     return there
 
 
-def this_machine(device: str, stack: int, data_root: Path | None) -> Venue:
-    """Clients on this machine. Their data is prepared here."""
+def this_machine(device: str, stack: int, data_root: Path | None, progress: Progress | None = None) -> Venue:
+    """Clients on this machine. Their data is prepared here. `progress` is told of embeddings."""
 
     def prepared(experiment: Experiment, before: Mapping[str, Any] | None) -> Prepared:
         federation = prepare(experiment.data, experiment.seed, data_root)
+        if experiment.net.is_pretrained:
+            federation = federation.with_inputs(partial(for_encoder, experiment.net.name))
         files = file_digests(experiment) if before is None else before.get("files", {})
-        return Prepared(federation, machine(device) | about(federation) | {"files": files, "stack": stack})
+        environment = machine(device) | about(federation) | {"files": files, "stack": stack}
+        if experiment.net.is_frozen:
+            federation = federation.with_inputs(embedder(experiment.net, federation.input_shape, data_root, progress))
+        return Prepared(federation, environment)
 
     def tell_lost(record: Mapping[str, Any], notes: list[str]) -> None:
         """Add one note per client. metrics.jsonl lists every round."""
@@ -331,16 +340,20 @@ def check_model(state: RunState, model: Tensors, folder: RunFolder) -> None:
 
 
 def file_digests(experiment: Experiment) -> dict[str, str]:
-    """SHA-256 of the user's method file and initial weights file. The description has only their names."""
-    return _digests(experiment.method.name, experiment.net.weights)
+    """SHA-256 of the user's code, initial weights file and pretrained encoder. The description has only their names."""
+    return _digests(experiment, with_weights=True)
 
 
-def _digests(method: str, weights: str | None = None) -> dict[str, str]:
-    paths = [Path(name) for name in (method if method.endswith(".py") else None, weights) if name is not None]
-    try:
-        return {path.name: hashlib.sha256(ordinary(path, DataError).read_bytes()).hexdigest() for path in paths}
-    except OSError as error:
-        raise DataError(f"cannot read '{error.filename}': {error.strerror}") from error
+def _still_needed(experiment: Experiment) -> dict[str, str]:
+    """SHA-256 of the files that a run needs again to continue: all code, and a frozen encoder."""
+    return _digests(experiment, with_weights=experiment.net.is_frozen)
+
+
+def _digests(experiment: Experiment, with_weights: bool) -> dict[str, str]:
+    net = experiment.net
+    encoder = {net.name: pretrained.digest(net.name, net.weights)} if with_weights and net.is_pretrained else {}
+    weights = [Path(net.weights)] if with_weights and net.weights is not None else []
+    return own_code.digests([*experiment.code(), *weights]) | encoder
 
 
 class Present:
@@ -399,7 +412,7 @@ def about(federation: Federation) -> dict[str, Any]:
     return {
         "split": federation.fingerprint(),
         "data": contents(federation),
-        "input": input_of(federation.input_shape, train.pixels if train.x.dtype == torch.uint8 else None),
+        "input": input_of(federation.input_shape, train.pixels, WHITE.get(train.x.dtype)),
         "class_names": federation.class_names,
         "class_counts": federation.class_counts.tolist(),
         "test_counts": federation.counts("test"),
@@ -410,12 +423,14 @@ def about(federation: Federation) -> dict[str, Any]:
     }
 
 
-def input_of(shape: tuple[int, ...], pixels: Pixels | None) -> dict[str, Any]:
-    """The format of raw inputs."""
+def input_of(shape: tuple[int, ...], pixels: Pixels | None, white: int | None = 255) -> dict[str, Any]:
+    """The format of raw inputs. `white`: the largest pixel; None for floats."""
+    if pixels is None or white is None:
+        return {"shape": list(shape), "dtype": "float", "pixels": None}
     return {
         "shape": list(shape),
-        "dtype": "float" if pixels is None else "uint8",
-        "pixels": None if pixels is None else {"divided_by": 255, "mean": pixels.mean, "std": pixels.std},
+        "dtype": "uint16" if white == 65535 else "uint8",
+        "pixels": {"divided_by": white, "mean": pixels.mean, "std": pixels.std},
     }
 
 

@@ -65,7 +65,7 @@ def _scores_of_model(options: argparse.Namespace) -> dict[str, Any]:
         raise ConfigError(
             f"'{options.model}' is not a run, so it has no test set; name labelled data: redgrape evaluate MODEL DATA"
         )
-    model = load_model(options.model)
+    model = load_model(options.model, options.code)
     scores = evaluate_model(model, read_labelled(options.data, model))
     if not names_test_set(options.data):
         print(
@@ -127,12 +127,18 @@ def _table(title: str, columns: Sequence[str]) -> Table:
 
 
 def predict(options: argparse.Namespace) -> None:
-    from redgrape.exported.inference import predict_file
+    from redgrape.exported.inference import as_csv, predict_file
     from redgrape.exported.model import load_model
+    from redgrape.runs import durable
 
-    predictions = predict_file(options.data, load_model(options.model))
+    predictions = predict_file(options.data, load_model(options.model, options.code))
+    if options.out is not None:
+        durable.replace_file(options.out, as_csv(predictions).encode())
     if options.json:
         print(json.dumps([asdict(p) for p in predictions]))
+        return
+    if options.out is not None:
+        print(f"{len(predictions)} predictions: {printable(options.out)}")
         return
     table = Table()
     for title in ("example", "class", "%", "runner-up", "%"):

@@ -36,6 +36,10 @@ class NotAllowed(ConfigError):
 
 def why_refused(experiment: Experiment, options: DeployOptions | SiteOptions) -> str | None:
     """Why the options do not allow the experiment; None if they do."""
+    if experiment.net.name not in nets.NETS:
+        return f"net '{experiment.net.name}' is not one of redgrape's own, which are all that sites train"
+    if experiment.data.letterbox or experiment.data.normalise:
+        return "data.letterbox and data.normalise have no effect at sites; leave them out"
     exchange, single = experiment.exchange, experiment.method.create().needs_single()
     parts, survey = crossing(experiment, options)
     summed, name = options.secure_aggregation, experiment.method.name
