@@ -178,6 +178,29 @@ def test_the_model_s_own_update_tells_of_a_single_example(name: str) -> None:
     assert error < 0.01 and cosine > 0.999
 
 
+def test_a_newcomer_stands_out_of_a_secure_sum() -> None:
+    """With memory the sum of a round is the difference of two sums without. With one new site, it is nearly that site's
+    own gradient; the sum over all ten sites is far from it."""
+    benchmark = _attacks()
+    random = torch.Generator().manual_seed(0)
+    x, labels = torch.rand(400, 1, 4, 4, generator=random), torch.arange(400) % 10
+    build = partial(nets.build, "linear", (1, 4, 4), 10, 0)
+    sites, known = benchmark.sites_around(rg.Examples(x, labels), 7, 2)
+    assert [int((site.labels == 7).sum()) for site in sites] == [1, 1, *[0] * 8]
+    assert len(known) == 400 - 10 * 20 - 2
+    cases = {case.name: case for case in benchmark.SUMS}
+    found = {}
+    for name in ("Vine", "Vine, stateless"):
+        seen = benchmark.observed(cases[name], build().state_dict(), build, sites)
+        for view in ("single", "difference", "sum"):
+            found[name, view] = torch.from_numpy(benchmark.seen_in(cases[name], seen, view, 7)[0])
+    for view in ("single", "difference", "sum"):
+        torch.testing.assert_close(found["Vine", view], found["Vine, stateless", view], rtol=1e-4, atol=1e-5)
+    single = found["Vine", "single"]
+    assert (found["Vine", "difference"] - single).norm() < 0.2 * single.norm()
+    assert (found["Vine", "sum"] - single).norm() > 0.5 * single.norm()
+
+
 def test_floors_alone_do_not_stop_a_server_that_solves_for_the_features() -> None:
     """Of n < C examples a prototype has as many equations as unknowns: all n feature vectors come out."""
     benchmark = _attacks()
