@@ -145,7 +145,7 @@ def _assert_latest(deployment: Deployment, folder: RunFolder, grid: Faulty) -> N
         half = grid.start(k)._half(folder.experiment().to_toml())
         broadcast, site = tree.from_bytes(grid.broadcasts[k, round]), half.site(k, round)
         net = method.load_for_training(broadcast["model"], site)
-        latest = method._summed_gradient(net, broadcast["class_weights"], site)
+        latest = method._summed_gradient(net, broadcast, site)
         for name, M_k in latest.items():
             torch.testing.assert_close(sent[name], M_k.double(), rtol=1e-5, atol=1e-6, msg=f"{k} {name}")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -155,10 +155,13 @@ def evaluate_batches(
     batches: Iterable[tuple[Tensor, Tensor]], groups: Groups, class_names: Sequence[str]
 ) -> dict[str, Any]:
     """All figures from logits and labels, batch by batch."""
-    parts: list[Tensors] = []
     more: Tensors = {}
-    for z, y in batches:
-        parts.append(sums.of_batch(z, y))
-        more = {name: t + more[name] if more else t for name, t in sums.of_scores(z, y).items()}
-    scores = evaluation.combine(parts)
+
+    def passed_on() -> Iterator[tuple[Tensor, Tensor]]:
+        for z, y in batches:
+            for name, t in sums.of_scores(z, y).items():
+                more[name] = more[name].add_(t) if name in more else t
+            yield z, y
+
+    scores = evaluation.combine([sums.of_logits(passed_on())])
     return {**evaluation.detailed(scores, more, groups, class_names), "confusion": scores.confusion_cells()}

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from array import array
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -32,18 +33,23 @@ def logits(net: Net, examples: Examples, start: int, device: torch.device) -> Te
 
 
 def of_batches(net: Net, examples: Examples, starts: range, device: torch.device) -> Tensors:
+    """The sums (`of_logits`) over the batches that start at these rows."""
+    return of_logits((logits(net, examples, s, device), examples.labels[s : s + BATCH]) for s in starts)
+
+
+def of_logits(batches: Iterable[tuple[Tensor, Tensor]]) -> Tensors:
     """cells: for each example its true class times C, plus its predicted class. top: of each class, how many examples
     have it among the five most probable. losses: the summed cross-entropy of each batch."""
-    return joined([of_batch(logits(net, examples, s, device), examples.labels[s : s + BATCH]) for s in starts])
-
-
-def of_batch(z: Tensor, y: Tensor) -> Tensors:
-    C = z.shape[1]
-    return {
-        "cells": y * C + z.argmax(dim=1),
-        "top": torch.bincount(y[rank(z, y) < TOP], minlength=C),
-        "losses": F.cross_entropy(z.double(), y, reduction="sum")[None],
-    }
+    # Small tensors that outlive a batch would lie between its large ones, and keep their memory from being used again.
+    cells, losses, top = array("q"), array("d"), torch.zeros(0, dtype=torch.int64)
+    for z, y in batches:
+        C = z.shape[1]
+        top = top if len(top) else torch.zeros(C, dtype=torch.int64)
+        cells.extend((y * C + z.argmax(dim=1)).tolist())
+        top += torch.bincount(y[rank(z, y) < TOP], minlength=C)
+        losses.append(float(F.cross_entropy(z.double(), y, reduction="sum")))
+    whole, summed = torch.tensor(cells, dtype=torch.int64), torch.tensor(losses, dtype=torch.float64)
+    return {"cells": whole, "top": top, "losses": summed}
 
 
 def joined(parts: Sequence[Tree]) -> Tensors:
