@@ -47,9 +47,9 @@ def file_of(name: str) -> Path:
     try:
         spec = importlib.util.find_spec(home)
     except (ImportError, ValueError) as error:
-        raise ConfigError(f"no module '{home}' is installed; pass the path of a Python file") from error
+        raise ConfigError(f"the module '{home}' is not installed; pass the path of a Python file") from error
     if spec is None or spec.origin is None or not spec.origin.endswith(".py"):
-        raise ConfigError(f"no Python module '{home}' is installed; pass the path of a Python file")
+        raise ConfigError(f"the module '{home}' has no Python file here; pass the path of one")
     return Path(spec.origin)
 
 
