@@ -262,7 +262,7 @@ def test_another_user_of_a_site_s_machine_reaches_nothing(deployment: Local, tal
 
 
 def test_a_connection_without_a_key_fills_no_memory(deployment: Local, tally: Callable[..., None]) -> None:
-    """A request of a gigabyte, in chunks and so without its length."""
+    """An endless request, in chunks and so without its length. The server reads on for a moment, and then hangs up."""
     context = ssl.create_default_context(cafile=str(deployment.path / "server/ca.crt"))
     (link,) = [pid for pid in _family(deployment) if b"superlink\0--host" in _words(pid)]
     before, sent = _memory(link), 0
@@ -274,13 +274,13 @@ def test_a_connection_without_a_key_fills_no_memory(deployment: Local, tally: Ca
         connection.sendall(f"{begin}content-type: {PROTOBUF_MEDIA_TYPE}\r\n\r\n".encode())
         begun = time.monotonic()
         try:
-            while sent < 1 << 30 and time.monotonic() < begun + 60:
+            while time.monotonic() < begun + 60:
                 connection.sendall(b"100000\r\n" + bytes(1 << 20) + b"\r\n")
                 sent += 1 << 20
         except (OSError, ssl.SSLError):
             pass
     grown = _memory(link) - before
-    assert sent < 1 << 30 and grown < 1 << 25, (sent, grown)
+    assert grown < 1 << 25, (sent, grown)
     assert time.monotonic() < begun + 30
     tally("a connection without a key fills no memory", 1, 1)
 

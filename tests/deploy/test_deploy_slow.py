@@ -191,6 +191,8 @@ def test_a_killed_server_goes_on_to_the_same_bits(
         assert deployment.server is not None
         deployment.server.kill_all()  # the SuperLink and all: the same command goes on once it is there again
         assert run.process.wait(timeout=300) != 0
+        for site in deployment.sites.values():
+            site.says("not connected; trying again")  # the server is away for longer than a SuperNode tries
         deployment.start_server()
         deployment.run("b", *words)
         said = json.loads(deployment.command("deploy", "status", deployment.path, "--json"))

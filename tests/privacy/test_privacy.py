@@ -38,7 +38,7 @@ from redgrape.methods.redgrape import RedGrape
 from redgrape.methods.scaffold import Scaffold
 from redgrape.privacy import account, noise
 from redgrape.privacy.account import Mechanism, epsilon
-from redgrape.privacy.disclosure import disclosed, in_words, leak_in_one_line, told_by
+from redgrape.privacy.disclosure import disclosed, disclosures, in_words, leak_in_one_line
 from redgrape.privacy.ledger import PrivacyLedger
 from redgrape.reading.run_tables import RunView
 from redgrape.runs.experiment import Experiment
@@ -153,7 +153,7 @@ def test_the_private_preset_sends_and_releases_nothing_of_it() -> None:
 
 def _attacks() -> Any:
     pytest.importorskip("scipy")
-    spec = importlib.util.spec_from_file_location("prototype_attack", ROOT / "benchmarks" / "prototype_attack.py")
+    spec = importlib.util.spec_from_file_location("leak", ROOT / "benchmarks" / "leak.py")
     assert spec is not None and spec.loader is not None
     benchmark = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = benchmark  # dataclasses look their module up
@@ -807,15 +807,15 @@ def test_what_is_disclosed_follows_from_the_parts() -> None:
     look at single updates are named."""
     delta: Parts = {"delta": Direction({"w": torch.zeros(1)}), "count": Count()}
     like = {"weight": torch.zeros(C, 2), "bias": torch.zeros(C)}
-    assert told_by(PLAIN, delta, {}, "", C) == {
+    assert disclosures(PLAIN, delta, {}, "", C) == {
         "beyond_averaging": "",
         "class_reports": None,
         "randomness": "secret",
     }
-    asked = told_by(PLAIN, delta, {"holders": 1}, "it runs each model", C)["beyond_averaging"]
+    asked = disclosures(PLAIN, delta, {"holders": 1}, "it runs each model", C)["beyond_averaging"]
     assert "asked for its holders" in asked and "The server looks at single updates: it runs each model." in asked
     floors = Exchange(min_count=3, min_clients=2, rule="median", byzantine=2, randomness="seed")
-    told = told_by(floors, {**delta, "g": ClassRows(like, "count", gradient=True)}, {}, "", C)
+    told = disclosures(floors, {**delta, "g": ClassRows(like, "count", gradient=True)}, {}, "", C)
     assert told["class_reports"] == {
         "min_count": 3,
         "min_clients": 2,

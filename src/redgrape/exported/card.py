@@ -17,8 +17,8 @@ FIGURES = {
 }
 
 
-def write_card(card: Mapping[str, Any], told: str) -> str:
-    """Write the card from the content of model.json. `told` is what the method discloses beyond plain averaging."""
+def write_card(card: Mapping[str, Any], disclosed: str) -> str:
+    """Write the card from model.json. `disclosed` is what the method discloses beyond plain averaging."""
     run, experiment = card["run"], card["run"]["experiment"]
     sections = [
         f"# {plain(experiment['method']['name'])} on {plain(experiment['data']['source'])}",
@@ -36,7 +36,7 @@ def write_card(card: Mapping[str, Any], told: str) -> str:
         "## Limits",
         _limits(card),
         "## Privacy",
-        _privacy(told, summed=bool(run.get("secure_aggregation"))),
+        _privacy(disclosed, summed=bool(run.get("secure_aggregation"))),
     ]
     return "\n\n".join(sections) + "\n"
 
@@ -216,7 +216,7 @@ def _limits(card: Mapping[str, Any]) -> str:
     )
 
 
-def _privacy(told: str, *, summed: bool) -> str:
+def _privacy(disclosed: str, *, summed: bool) -> str:
     general = (
         "In federated learning the examples stay with the clients. But what a client sends is computed from them "
         "and can reveal something about them. So can the weights in this folder."
@@ -225,7 +225,7 @@ def _privacy(told: str, *, summed: bool) -> str:
         "This model was trained with secure aggregation: client messages reached the server masked. It "
         "could read the sum over the clients of a round, but no client's own part."
     )
-    return "\n\n".join(words for words in (general, told, sums if summed else "") if words)
+    return "\n\n".join(words for words in (general, disclosed, sums if summed else "") if words)
 
 
 def _numbers(values: Sequence[float]) -> str:

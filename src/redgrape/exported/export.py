@@ -28,7 +28,7 @@ from redgrape.errors import ConfigError, StorageError, unknown
 from redgrape.exported.card import write_card
 from redgrape.exported.model import FORMAT, WEIGHTS, Description, Format, forward_of, pixels_of
 from redgrape.nets.net import Net
-from redgrape.privacy.disclosure import told_in
+from redgrape.privacy.disclosure import recorded_disclosures
 from redgrape.reading import judged
 from redgrape.reading.run_tables import RunView
 from redgrape.runs import checksums, durable
@@ -74,7 +74,7 @@ def export(run: Path, out: Path, format: Format = "safetensors") -> Path:
     files = {
         WEIGHTS[format]: weights,
         "model.json": json.dumps(card, indent=2, allow_nan=False).encode() + b"\n",
-        "README.md": write_card(card, told_in(view)["beyond_averaging"]).encode(),
+        "README.md": write_card(card, recorded_disclosures(view)["beyond_averaging"]).encode(),
     }
     durable.create_folder(out.resolve(), {**files, checksums.NAME: checksums.of(files)})
     return out

@@ -37,7 +37,7 @@ class Scaffold(FedAvg):
     sums_of_states: ClassVar[tuple[str, ...]] = ("c",)
     fidelity: ClassVar[str] = (
         "from a secondary source, which states option II; with momentum, which the paper does not have, S counts "
-        "effective steps, and with clipping, which it has not either, c_i is biased"
+        "effective steps, and with clipping, which it lacks as well, c_i is biased"
     )
 
     def parts(self, model: Tensors, site: Site) -> Parts:

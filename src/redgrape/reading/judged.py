@@ -32,12 +32,12 @@ def notes(
     none = [name for name, n in zip(names, counts, strict=True) if n == 0]
     few = [f"{name} ({n})" for name, n in zip(names, counts, strict=True) if 0 < n < FEW]
     unlearned = [name for name, n, t in zip(names, counts, training or [1] * len(names), strict=True) if n and not t]
-    told = {
+    found = {
         f"no {on} example of {_listed(none)}, which no figure judges": none,
         f"fewer than {FEW} {on} examples of {_listed(few)}: one is over 10 points of accuracy": few,
         f"no training example of {_listed(unlearned)}, which cannot be recognised": unlearned,
     }
-    return [words for words, classes in told.items() if classes]
+    return [words for words, classes in found.items() if classes]
 
 
 def _listed(names: Sequence[str]) -> str:

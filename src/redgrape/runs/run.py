@@ -24,7 +24,7 @@ from redgrape.determinism import same_bits_everywhere
 from redgrape.engines import ClientHalf, Engine
 from redgrape.errors import ConfigError, DataError, StorageError
 from redgrape.method import Site
-from redgrape.privacy.disclosure import told_by
+from redgrape.privacy.disclosure import disclosures
 from redgrape.privacy.ledger import PrivacyLedger
 from redgrape.runs.durable import ordinary
 from redgrape.runs.experiment import Experiment
@@ -207,7 +207,7 @@ class Run:
         self, prepared: Prepared, partition: Federation | None, before: Mapping[str, Any] | None, state: RunState | None
     ) -> dict[str, Any] | None:
         """The environment to write, or None to keep the old one. Raise an error if the run cannot continue here."""
-        here = prepared.environment | {"told": told(self.experiment, prepared.federation)}
+        here = prepared.environment | {"discloses": discloses(self.experiment, prepared.federation)}
         history = list((before or {}).get("changes", []))
         if before is None:
             if state is None:
@@ -217,7 +217,7 @@ class Run:
                     f"the data of '{self.folder.path}' has changed since it began: the split differs from "
                     "partition.safetensors; restore the old data or start a new run"
                 )
-            return here | {"changes": [{"after_round": state.round, "environment.json": ["lost", "written anew"]}]}
+            return here | {"changes": [{"after_round": state.round, "environment.json": ["lost", "written again"]}]}
         for name in ("split", "data"):
             if before.get(name, here[name]) != here[name]:
                 raise DataError(
@@ -312,11 +312,11 @@ def site_of(experiment: Experiment, federation: FederatedData) -> Site:
     return Site(*place, experiment.seed, 0, experiment.rounds, torch.device("cpu"))
 
 
-def told(experiment: Experiment, federation: FederatedData) -> dict[str, Any]:
+def discloses(experiment: Experiment, federation: FederatedData) -> dict[str, Any]:
     """What a run of this experiment discloses."""
     method = experiment.method.create()
     parts, survey = exchanged(method, site_of(experiment, federation))
-    return told_by(experiment.exchange, parts, survey, method.needs_single(), federation.num_classes)
+    return disclosures(experiment.exchange, parts, survey, method.needs_single(), federation.num_classes)
 
 
 def check_model(state: RunState, model: Tensors, folder: RunFolder) -> None:
@@ -368,8 +368,8 @@ class Present:
         if key not in self._splits:
             federation = prepare(experiment.data, experiment.seed, self._data_root)
             public = experiment.data.source in DATASETS  # its files are verified, so the split is enough
-            told = {} if public else {"data": contents(federation)}
-            self._splits[key] = {"split": federation.fingerprint(), **told}
+            recorded = {} if public else {"data": contents(federation)}
+            self._splits[key] = {"split": federation.fingerprint(), **recorded}
         return self._splits[key]
 
 

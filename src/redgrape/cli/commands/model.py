@@ -21,8 +21,8 @@ def export(options: argparse.Namespace) -> None:
 
     folder = write(options.run, options.out, options.format)
     round = json.loads((folder / "model.json").read_bytes())["run"]["round"]
-    told = f"model folder: {printable(folder)}, of round {round} (read its README.md)"
-    print(json.dumps({"model": str(folder), "round": round}) if options.json else told)
+    message = f"model folder: {printable(folder)}, of round {round} (read its README.md)"
+    print(json.dumps({"model": str(folder), "round": round}) if options.json else message)
 
 
 def evaluate(options: argparse.Namespace) -> None:

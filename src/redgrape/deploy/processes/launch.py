@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import signal
 import sys
@@ -70,7 +71,13 @@ def supernode() -> None:
     look = float(os.environ.get(LOOK, POLL))
     patient.sleep = lambda seconds: time.sleep(min(seconds, look))
     start_client_internal.time = patient
-    theirs.flower_supernode()
+    try:
+        theirs.flower_supernode()
+    finally:
+        # Its HTTP server runs in a thread of its own. If the SuperLink is away for too long, the SuperNode gives up, but
+        # that thread would keep the process alive, and nobody would start it again.
+        logging.shutdown()
+        os._exit(1)
 
 
 class OtherApp(Exception):

@@ -222,7 +222,7 @@ def _settings(readings: Mapping[str, Reading], runs: Mapping[str, Any]) -> list[
     firsts = [readings[keys[0]].view.experiment for keys in groups]
     why = [other.get(readings[keys[0]].view.path, "") for keys in groups]
     titles = [_title(e) + (", other data" if reason else "") for e, reason in zip(firsts, why, strict=True)]
-    titles = _told_apart(titles, [{**e, "method": {}, "seed": 0} for e in firsts])
+    titles = _distinct(titles, [{**e, "method": {}, "seed": 0} for e in firsts])
     return [
         {
             "title": title,
@@ -240,8 +240,8 @@ def _notes(reading: Reading, tested: Sequence[Any] | None) -> list[str]:
     environment = reading.view.environment or {}
     names = [text(name) for name in environment.get("class_names", [])]
     over = judged.over_classes(tested)
-    told = judged.notes(names, tested, environment.get("class_counts"))
-    return [*([f"class-balanced is over {over}"] if over else []), *told]
+    notes = judged.notes(names, tested, environment.get("class_counts"))
+    return [*([f"class-balanced is over {over}"] if over else []), *notes]
 
 
 def _shared(experiment: Mapping[str, Any]) -> dict[str, Any]:
@@ -264,7 +264,7 @@ def _methods(keys: Sequence[str], readings: Mapping[str, Reading], runs: Mapping
         together.setdefault(json.dumps(method, sort_keys=True, default=str), []).append(key)
     groups = list(together.values())
     experiments = [readings[members[0]].view.experiment for members in groups]
-    labels = _told_apart([text(run_label(e["method"])) for e in experiments], [e["method"] for e in experiments])
+    labels = _distinct([text(run_label(e["method"])) for e in experiments], [e["method"] for e in experiments])
     methods = []
     for label, members, experiment in zip(labels, groups, experiments, strict=True):
         file = f"{re.sub(r'[^A-Za-z0-9_.=-]+', '-', label).strip('-.') or 'experiment'}.toml"
@@ -284,15 +284,15 @@ def _methods(keys: Sequence[str], readings: Mapping[str, Reading], runs: Mapping
     return methods
 
 
-def _told_apart(titles: Sequence[str], values: Sequence[Mapping[str, Any]]) -> list[str]:
+def _distinct(titles: Sequence[str], values: Sequence[Mapping[str, Any]]) -> list[str]:
     """The titles. Equal titles also get the values in which they differ from most of the others."""
     flat = [dict(_flat(value)) for value in values]
-    told = []
+    distinct = []
     for i, title in enumerate(titles):
         alike = [flat[j] for j, other in enumerate(titles) if other == title]
         named = [f"{text(key)}={text(value)}" for key, value in flat[i].items() if not _usual(key, value, alike)]
-        told.append(" ".join([title, *named]))
-    return told
+        distinct.append(" ".join([title, *named]))
+    return distinct
 
 
 def _usual(key: str, value: Any, alike: Sequence[Mapping[str, Any]]) -> bool:
