@@ -74,7 +74,7 @@ def supernode() -> None:
     try:
         theirs.flower_supernode()
     finally:
-        # Its HTTP server runs in a thread of its own. If the SuperLink is away for too long, the SuperNode gives up, but
+        # Its HTTP server runs in a separate thread. If the SuperLink is away for too long, the SuperNode gives up, but
         # that thread would keep the process alive, and nobody would start it again.
         logging.shutdown()
         os._exit(1)
