@@ -551,7 +551,7 @@ def test_the_doctor_says_what_is_wrong(
     site = deployment.site("north")
     assert cli.run(["doctor", str(site), "--data", str(federated.folder / "nothing.npz")]) == 2
     said = capsys.readouterr().out
-    assert "does not answer" in said and "there is no" in said
+    assert "does not answer" in said and "there is no" in said and "sends class rows" in said
     assert cli.run(["doctor", str(site), "--data", str(federated.data("north")), "--json"]) == 2  # no server yet
     assert "45 training and 0 test examples of 3 classes" in capsys.readouterr().out
 

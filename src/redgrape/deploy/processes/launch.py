@@ -74,8 +74,8 @@ def supernode() -> None:
     try:
         theirs.flower_supernode()
     finally:
-        # Its HTTP server runs in a thread. If the SuperLink is away for too long, the SuperNode gives up. That thread
-        # would keep the process alive, and nobody would start it again.
+        # Its HTTP server runs in a separate thread. If the SuperLink is away for too long, the SuperNode gives up, but
+        # that thread would keep the process alive, and nobody would start it again.
         logging.shutdown()
         os._exit(1)
 

@@ -18,7 +18,7 @@ from redgrape.deploy.processes.site_role import AHEAD, BEHIND, check_server, clo
 from redgrape.deploy.processes.superlink import Link
 from redgrape.deploy.setup import certificates, site_data
 from redgrape.deploy.setup.create import deployed
-from redgrape.deploy.setup.folder import Deployment, SiteFolder
+from redgrape.deploy.setup.folder import Deployment, SiteFolder, policy_in_words
 from redgrape.errors import BusyError, RedgrapeError
 from redgrape.runs.experiment import read_toml
 
@@ -75,6 +75,7 @@ def _site(path: Path, data: Path | None) -> Iterator[Finding]:
     folder = SiteFolder(path)
     options = folder.options
     yield from _versions()
+    yield Finding("policy", "good", policy_in_words(options))
     if not options.plain:
         yield _certificate(folder.authority, "ask the server's people for a new ca.crt")
         yield _look("key", lambda: certificates.check_private(folder.key))
