@@ -151,7 +151,10 @@ def test_what_init_writes_can_run(tmp_path: Path, number: int, fewest: int, caps
     assert site.secure_aggregation == deployment.options.secure_aggregation == (number >= 3)
     assert not site.class_rows and not deployment.options.class_rows
     if number >= 3:
-        assert notes == [] and experiment.method.name == "vine"
+        assert experiment.method.name == "vine" and experiment.method.hyper["min_holders"] == 3
+        assert [n.partition(";")[0] for n in notes] == ["note: only classes that 3 sites hold are re-balanced"][
+            : number < 5
+        ]
     else:
         [note] = notes
         assert "no secure sums, because they need 3 sites" in note and experiment.method.name == "fedavg"
@@ -163,7 +166,7 @@ def test_class_rows_are_written_with_floors(
 ) -> None:
     words = ["--sites", ",".join("abcde"[:number]), "--class-rows", "--min-clients", str(floor), *INIT]
     assert cli.run(["deploy", "init", str(tmp_path / "d"), *words]) == 0
-    assert ("note: a class is released only if" in capsys.readouterr().out) == (number < 5)
+    assert ("note: only classes that" in capsys.readouterr().out) == (number < 5)
     assert cli.run(["deploy", "run", str(tmp_path / "d"), "--dry-run", "--method", "redgrape"]) == 0
 
 

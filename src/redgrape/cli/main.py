@@ -331,7 +331,7 @@ def _add_deployment(commands: Any) -> None:
         type=_positive,
         default=3,
         metavar="N",
-        help="release only classes reported by N sites or more (3)",
+        help="re-balance only classes that N sites hold (3)",
     )
     command.add_argument(
         "--secure-aggregation",

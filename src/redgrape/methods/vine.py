@@ -4,7 +4,7 @@ This method is ours. With threshold T = inf, RedGrape's Eq. (11) uses only the *
 table of classes is sent: each client sends one matrix of the classifier's size, and the server adds up the changes. In
 a secure sum nobody sees the gradient of a single class or client. H_c clients hold class c.
 
-    survey  H_c and the class counts, secure sums; a class with H_c < min_holders is left out by everybody
+    survey  H_c and the class counts, secure sums; a class with H_c < min_holders is left out
     server  sends theta^{t-1} and G
     client  1  M_k <- sum_i (p_i - e_{y_i}) [h_i; 1]^T / (H_{y_i} n_{k,y_i}) at the received model: its part of the sum
                over the classes of the mean over their holders. p_i = softmax(z_i + tau log pi), with tau the margin and
@@ -42,6 +42,8 @@ from redgrape.methods.fedavg import FedAvg
 from redgrape.nets.net import Net
 from redgrape.tree import Tensors, Tree
 from redgrape.validation import LARGEST
+
+LEFT_OUT = -1e4  # added to a logit: its class has no share in the softmax, so nothing pulls its row
 
 
 class Vine(FedAvg):
@@ -103,8 +105,9 @@ class Vine(FedAvg):
             number = holders if self.weights == "holders" else site.survey["class_counts"]
             weights = torch.where(holders >= self.min_holders, 1 / number.double().clamp(min=1), 0.0)
         server: dict[str, Any] = {"model": model, "G": _zeros(W), "class_weights": weights}
-        if self.margin:
-            server["margin"] = self.margin * log_prior(site.survey["class_counts"])
+        if self.margin or self.min_holders > 1:
+            tau_log_pi = self.margin * log_prior(site.survey["class_counts"]) if self.margin else torch.zeros(())
+            server["margin"] = torch.where(weights > 0, tau_log_pi.double(), LEFT_OUT)
         if self.two_stream:
             server["W_hat"] = classifier.first(W, self.extra_init, site.generator("W_hat"))
         return server
@@ -204,7 +207,7 @@ class Balance:
 
 
 def _margin(broadcast: Tree, net: Net) -> Tensor | float:
-    """tau log pi, added to the logits of M_k."""
+    """tau log pi, added to the logits of M_k; LEFT_OUT for classes without enough holders."""
     return broadcast["margin"].to(net.classifier.weight) if "margin" in broadcast else 0.0
 
 

@@ -39,10 +39,10 @@ def init(options: argparse.Namespace) -> None:
             f"note: no secure sums, because they need {FEWEST_IN_SUM} sites ({WHY_THREE}); the server sees each "
             "site's update"
         )
-    if described.class_rows and len(described.sites) < 5:
+    if (described.class_rows or described.secure_aggregation) and len(described.sites) < 5:
         print(
-            f"note: a class is released only if {described.min_clients} sites report it; with "
-            f"{len(described.sites)} sites, few classes may be released (--min-clients)"
+            f"note: only classes that {described.min_clients} sites hold are re-balanced; with "
+            f"{len(described.sites)} sites these may be few (--min-clients)"
         )
     print(f"next: redgrape deploy server {printable(options.folder)}")
 

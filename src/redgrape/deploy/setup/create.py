@@ -147,11 +147,14 @@ def default_experiment(options: DeployOptions) -> dict[str, Any]:
     disclose its model change to all."""
     net = "cnn" if len(options.data.shape) == 3 and min(options.data.shape[1:]) >= 16 else "mlp"
     fewest = min(len(options.sites), 3 if len(options.sites) >= 5 else 2)
+    # A class with two holders: each could subtract its own part of the sum, and would know the other's.
+    vine = {"name": "vine", "min_holders": options.min_clients}
+    method = vine if options.secure_aggregation else {"name": "fedavg"}
     experiment = {
         "rounds": 20,
         "min_answers": fewest,
         "net": {"name": net},
-        "method": {"name": "vine" if options.secure_aggregation else "fedavg"},
+        "method": method,
     }
     return experiment | ({"exchange": _floors(options)} if options.class_rows else {})
 
