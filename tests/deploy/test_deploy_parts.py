@@ -51,6 +51,7 @@ from redgrape.deploy.setup import certificates, doctor, site_data
 from redgrape.deploy.setup.create import app_hash, create, deployed, renew
 from redgrape.deploy.setup.folder import DataAgreement, Deployment, DeployOptions, SiteFolder
 from redgrape.errors import ConfigError, DataError, RedgrapeError, StorageError, TooFewClients
+from redgrape.methods.vine import Vine
 from redgrape.privacy.disclosure import disclosed, in_words
 from redgrape.reading.run_tables import RunView
 from redgrape.runs.experiment import Experiment, read_toml
@@ -151,10 +152,9 @@ def test_what_init_writes_can_run(tmp_path: Path, number: int, fewest: int, caps
     assert site.secure_aggregation == deployment.options.secure_aggregation == (number >= 3)
     assert not site.class_rows and not deployment.options.class_rows
     if number >= 3:
-        assert experiment.method.name == "vine" and experiment.method.hyper["min_holders"] == 3
-        assert [n.partition(";")[0] for n in notes] == ["note: only classes that 3 sites hold are re-balanced"][
-            : number < 5
-        ]
+        assert experiment.method.create() == Vine(min_holders=3)
+        note = ["note: only classes that 3 sites hold are re-balanced"] if number < 5 else []
+        assert [line.partition(";")[0] for line in notes] == note
     else:
         [note] = notes
         assert "no secure sums, because they need 3 sites" in note and experiment.method.name == "fedavg"
