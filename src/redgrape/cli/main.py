@@ -24,9 +24,21 @@ class _Parser(argparse.ArgumentParser):
         raise ConfigError(f"{message}; `{self.prog} --help` lists the options")
 
 
+def _columns(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",")]
+
+
 # Flags that set a key of the experiment. Use -c for every other key.
 _FLAGS: dict[str, tuple[str, Any, str]] = {
-    "--data": ("data.source", str, "digits, mnist, fashion_mnist, cifar10, cifar100, an image folder or an .npz"),
+    "--data": (
+        "data.source",
+        str,
+        "digits, mnist, fashion_mnist, cifar10, cifar100, fars, an image folder, an .npz, or a table (.csv, .parquet)",
+    ),
+    "--label": ("data.label", str, "the column of a table that holds the classes"),
+    "--site": ("data.site", str, "the column of a table that names each row's site"),
+    "--test": ("data.test", str, "the column of a table that says test or train, or a value of one: fold=3"),
+    "--drop": ("data.drop", _columns, "columns of a table that are no inputs: id,name"),
     "--imbalance": ("data.imbalance", str, "exponential, binary or natural"),
     "--ir": ("data.ir", float, "imbalance ratio"),
     "--partition": ("data.partition", str, "class_dirichlet, prior_dirichlet, creff, iid or natural"),
@@ -255,12 +267,14 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("run", type=_path, help="the run folder")
     command.add_argument("out", type=_path, help="the model folder to create")
     command.add_argument("--format", choices=["safetensors", "onnx"], default="safetensors", help="weight format")
-    command = add("evaluate", "model", "evaluate an exported model on labelled data")
-    command.add_argument("model", type=_path, help="the model folder")
-    command.add_argument("data", type=_path, help="a folder with one sub-folder per class, or an .npz with x and y")
-    command = add("predict", "model", "predict the classes of new data with an exported model")
-    command.add_argument("model", type=_path, help="the model folder")
-    command.add_argument("data", type=_path, help="an image, a folder of images, or an .npz with x")
+    command = add("evaluate", "model", "evaluate a model on labelled data")
+    command.add_argument("model", type=_path, metavar="RUN_OR_MODEL", help="a run, or a folder that export wrote")
+    command.add_argument(
+        "data", type=_path, help="a folder with one sub-folder per class, an .npz with x and y, or a table"
+    )
+    command = add("predict", "model", "predict the classes of new data with a model")
+    command.add_argument("model", type=_path, metavar="RUN_OR_MODEL", help="a run, or a folder that export wrote")
+    command.add_argument("data", type=_path, help="an image, a folder of images, an .npz with x, or a table")
     _add_deployment(commands)
     return parser
 
@@ -353,7 +367,8 @@ def _add_deployment(commands: Any) -> None:
 def _add_experiment_flags(command: argparse.ArgumentParser) -> None:
     group = command.add_argument_group("the experiment")
     for flag, (key, kind, text) in _FLAGS.items():
-        group.add_argument(flag, dest=f"set:{key}", type=kind, metavar=kind.__name__.upper(), help=text)
+        metavar = kind.__name__.strip("_").upper()
+        group.add_argument(flag, dest=f"set:{key}", type=kind, metavar=metavar, help=text)
     group.add_argument(
         "-c", dest="config", action="append", default=[], metavar="KEY=VALUE", help="set any key, e.g. method.lam=0.2"
     )

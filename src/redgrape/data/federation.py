@@ -17,6 +17,8 @@ from redgrape.errors import DataError
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from redgrape.data.table import Columns
+
     Rows = NDArray[np.int64]
 
 
@@ -114,7 +116,7 @@ class Pooled:
 
 class Federation:
     """Clients 0 .. K-1 with their training examples, and a test set. A validation set and a small balanced auxiliary
-    set for the server are optional.
+    set for the server are optional. `columns`: how rows of a table became the inputs, if they are from one.
 
     Federation(clients=[Examples(x0, y0), Examples(x1, y1)], test=Examples(xt, yt), num_classes=4)
     """
@@ -132,6 +134,7 @@ class Federation:
         class_names: Sequence[str] | None = None,
         client_names: Sequence[str] | None = None,
         tail: Sequence[int] | None = None,
+        columns: Columns | None = None,
     ) -> None:
         pooled = clients if isinstance(clients, Pooled) else Pooled.of(clients)
         train, parts = pooled.train, pooled.parts
@@ -168,6 +171,7 @@ class Federation:
         self.test = test
         self.validation = validation
         self.auxiliary = auxiliary
+        self.columns = columns
         self.num_classes = num_classes
         self.class_names = list(class_names) if class_names is not None else [str(c) for c in range(num_classes)]
         self.client_names = [str(k) for k in (range(len(parts)) if client_names is None else client_names)]
@@ -189,6 +193,7 @@ class Federation:
         class_names: Sequence[str] | None = None,
         client_names: Sequence[str] | None = None,
         tail: Sequence[int] | None = None,
+        columns: Columns | None = None,
     ) -> Federation:
         """The same from one array of training examples and each client's rows in it, without a copy."""
         return cls(
@@ -200,6 +205,7 @@ class Federation:
             class_names=class_names,
             client_names=client_names,
             tail=tail,
+            columns=columns,
         )
 
     @property

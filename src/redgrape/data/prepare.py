@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,9 +13,11 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 
 from redgrape.data import longtail
 from redgrape.data.augment import Augment
+from redgrape.data.examples import Examples
 from redgrape.data.federation import Federation
 from redgrape.data.partition import Kind, partition
-from redgrape.data.sources import READERS, load
+from redgrape.data.sources import AS_THEY_ARE, READERS, Source, load
+from redgrape.data.table import SUFFIXES, Columns, Roles, is_table
 from redgrape.data.user_data import LARGEST_SIDE
 from redgrape.errors import ConfigError, DataError
 from redgrape.validation import LARGEST
@@ -27,6 +30,9 @@ def _list_to_tuple(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value  # TOML has only lists
 
 
+Names = Annotated[tuple[str, ...], BeforeValidator(_list_to_tuple)]
+
+
 class DataOptions(BaseModel):
     """Which data, how imbalanced, and how divided among the clients. A user's own data keeps its imbalance unless
     another is set."""
@@ -35,8 +41,16 @@ class DataOptions(BaseModel):
 
     source: str = Field(
         "digits",
-        description="digits, mnist, fashion_mnist, cifar10, cifar100, or a path: a folder of images or an .npz file",
+        description="digits, mnist, fashion_mnist, cifar10, cifar100, fars, or a path: a folder of images, an .npz "
+        "file or a table (.csv, .parquet)",
     )
+    label: str | None = Field(None, description="the column of a table that holds the classes")
+    site: str | None = Field(None, description="the column of a table that names each row's site; it divides the data")
+    test: str | None = Field(
+        None, description="the column of a table that says test or train, or a value of one, as in fold=3"
+    )
+    drop: Names = Field((), description="columns of a table that are no inputs, such as numbers of patients")
+    categorical: Names = Field((), description="columns of a table with numbers that are names, such as codes")
     image_size: int | None = Field(
         None, ge=1, le=LARGEST_SIDE, description="resize a folder's images to squares with this side, in pixels"
     )
@@ -68,18 +82,40 @@ class DataOptions(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _own_data_is_imbalanced_already(cls, values: Any) -> Any:
-        if not isinstance(values, dict) or "imbalance" in values:
+    def _own_data_is_imbalanced_and_divided_already(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
             return values
-        source = values.get("source", "digits")
-        return {**values, "imbalance": "natural"} if isinstance(source, str) and source not in READERS else values
+        source, known = values.get("source", "digits"), {}
+        if source in AS_THEY_ARE or (isinstance(source, str) and source not in READERS):
+            known["imbalance"] = "natural"
+        if source in AS_THEY_ARE or values.get("site") is not None:
+            known["partition"] = "natural"
+        return {**known, **values}
+
+    @model_validator(mode="after")
+    def _only_tables_have_columns(self) -> Self:
+        if not is_table(self.source) and self.roles != Roles():
+            name = next(key for key, value in vars(self.roles).items() if value)
+            raise ValueError(f"{name} is for tables ({', '.join(SUFFIXES)}), but '{self.source}' is none; leave it out")
+        if is_table(self.source) and self.image_size is not None:
+            raise ValueError(f"image_size is for folders of images, but '{self.source}' is a table; leave it out")
+        return self
+
+    @property
+    def roles(self) -> Roles:
+        return Roles(self.label, self.site, self.test, self.drop, self.categorical)
 
 
 def prepare(options: DataOptions, seed: int, root: Path | None = None) -> Federation:
     """The federation for these options. Its parts are rows of the source's training examples, which are not copied."""
     if options.source == AT_SITES:
         raise ConfigError("the data of this run is at the sites of a deployment; continue with `redgrape deploy run`")
-    source = load(options.source, root, seed=seed, image_size=options.image_size)
+    source = load(options.source, root, seed=seed, image_size=options.image_size, roles=options.roles)
+    return divide(source, options, seed)
+
+
+def divide(source: Source, options: DataOptions, seed: int) -> Federation:
+    """The federation made from this source."""
     num_classes = len(source.class_names)
     labels = source.train.labels.numpy()
     never_trained = np.setdiff1d(source.test.labels.numpy(), labels)
@@ -103,17 +139,31 @@ def prepare(options: DataOptions, seed: int, root: Path | None = None) -> Federa
     client_names = None
     if natural is not None and options.partition == "natural":
         client_names = [str(name) for name in np.unique(natural)]  # in the order of the parts
+    parts = [rows[part] for part in parts]
+    train, test, columns = _fitted(source, parts)
     return Federation.from_parts(
-        replace(source.train, augment=augmentation(options, source.train.x.dim())),
-        [rows[part] for part in parts],
-        source.test,
+        replace(train, augment=augmentation(options, train.x.dim())),
+        parts,
+        test,
         num_classes,
-        validation=source.train.take(held_out) if options.validation else None,
-        auxiliary=source.train.take(auxiliary) if options.auxiliary else None,
+        validation=train.take(held_out) if options.validation else None,
+        auxiliary=train.take(auxiliary) if options.auxiliary else None,
         class_names=source.class_names,
         client_names=client_names,
         tail=options.tail_classes if options.imbalance == "binary" else None,
+        columns=columns,
     )
+
+
+def _fitted(source: Source, parts: Sequence[Rows]) -> tuple[Examples, Examples, Columns | None]:
+    """The training and test examples. The columns of a table are fitted to the clients' rows alone."""
+    if source.raw is None:
+        return source.train, source.test, None
+    in_table = source.train.rows
+    assert in_table is not None, "a table gives views of its rows"
+    columns = Columns.fit(source.raw, [in_table.numpy()[part] for part in parts])
+    x: Any = columns.inputs(source.raw.table)
+    return Examples(x, source.train.y, rows=in_table), Examples(x, source.test.y, rows=source.test.rows), columns
 
 
 def _balanced(labels: Rows, rows: Rows, num_classes: int, size: int, seed: int, purpose: str) -> Rows:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from redgrape.data import table
 from redgrape.data.examples import Examples, Pixels
 from redgrape.data.longtail import choose
 from redgrape.errors import ConfigError, DataError, StorageError, unknown
@@ -35,6 +36,8 @@ class Source:
     """Data before it is divided: training and test examples, which share no row.
 
     clients: the natural partition, each training row's client by number or name, if the data names clients.
+    raw: the table that the rows are of, if there is one. Its columns have yet to be fitted to the clients' rows; x of
+    the examples only stands for them.
     """
 
     name: str
@@ -42,6 +45,7 @@ class Source:
     test: Examples
     class_names: list[str]
     clients: NDArray[Any] | None = None
+    raw: table.Raw | None = None
 
 
 @dataclass(frozen=True)
@@ -146,10 +150,19 @@ def data_root(option: Path | None = None) -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "redgrape"
 
 
-def load(source: str, root: Path | None = None, *, seed: int = 0, image_size: int | None = None) -> Source:
-    """The data called `source`: a public set, or the path of a folder of images or an .npz file (see user_data.py).
+def load(
+    source: str,
+    root: Path | None = None,
+    *,
+    seed: int = 0,
+    image_size: int | None = None,
+    roles: table.Roles | None = None,
+) -> Source:
+    """The data called `source`: a public set, or the path of a folder of images, an .npz file (see user_data.py) or a
+    table.
 
     The seed decides the held-out test split of a user's data without a test set. image_size resizes a folder's images.
+    roles: what the columns of a table are for.
     """
     if source in READERS:
         if image_size is not None:
@@ -159,10 +172,13 @@ def load(source: str, root: Path | None = None, *, seed: int = 0, image_size: in
     if not path.exists():
         error = unknown("data source", source, READERS)
         raise ConfigError(
-            f"{error}; a path to a folder of images or an .npz file may be given too (nothing is at this path)"
+            f"{error}; a path to a folder of images, an .npz file or a table (.csv, .parquet) may be given too "
+            "(nothing is at this path)"
         )
     from redgrape.data import user_data
 
+    if table.is_table(source) and not path.is_dir():
+        return user_data.of_table(table.read(path), roles or table.Roles(), seed, path.stem)
     return user_data.load(path, data_root(root), seed=seed, image_size=image_size)
 
 
@@ -224,13 +240,21 @@ def _cifar100(root: Path) -> Source:
     return _source(dataset, train, test)
 
 
+def _fars(root: Path) -> Source:
+    from redgrape.data import fars
+
+    return fars.load(root)
+
+
 READERS: dict[str, Callable[[Path], Source]] = {
     "digits": _digits,
     "mnist": partial(_mnist_like, "mnist"),
     "fashion_mnist": partial(_mnist_like, "fashion_mnist"),
     "cifar10": _cifar10,
     "cifar100": _cifar100,
+    "fars": _fars,
 }
+AS_THEY_ARE = ("fars",)  # sets with a long tail and clients of their own
 
 
 def _source(dataset: Dataset, train: tuple[Any, Any], test: tuple[Any, Any]) -> Source:

@@ -26,7 +26,17 @@ from torch import Tensor, nn
 from redgrape import nets, tree
 from redgrape.errors import ConfigError, StorageError, unknown
 from redgrape.exported.card import write_card
-from redgrape.exported.model import FORMAT, WEIGHTS, Description, Format, forward_of, pixels_of
+from redgrape.exported.model import (
+    FORMAT,
+    WEIGHTS,
+    Description,
+    Format,
+    Model,
+    forward_of,
+    load_model,
+    pixels_of,
+    torch_forward,
+)
 from redgrape.nets.net import Net
 from redgrape.privacy.disclosure import told_in
 from redgrape.reading import judged
@@ -45,6 +55,26 @@ def export(run: Path, out: Path, format: Format = "safetensors") -> Path:
     with durable.storage_errors("read", out):
         if out.exists() and (not out.is_dir() or any(out.iterdir())):
             raise ConfigError(f"'{out}' already exists and is not an empty folder; choose another")
+    card, weights, told = _described(run, format)
+    files = {
+        WEIGHTS[format]: weights,
+        "model.json": json.dumps(card, indent=2, allow_nan=False).encode() + b"\n",
+        "README.md": write_card(card, told).encode(),
+    }
+    durable.create_folder(out.resolve(), {**files, checksums.NAME: checksums.of(files)})
+    return out
+
+
+def open_model(path: Path) -> Model:
+    """The model in a folder that `export` wrote, or that of a run's newest checkpoint."""
+    if not (path / "experiment.toml").is_file():
+        return load_model(path)
+    card, weights, _ = _described(path, "safetensors")
+    return Model(card, torch_forward(weights, Description.model_validate(card), path))
+
+
+def _described(run: Path, format: Format) -> tuple[dict[str, Any], bytes, str]:
+    """The content of model.json, the weights, and what the method discloses."""
     folder = RunFolder.open(run)
     view = RunView.read(run)
     state = newest_state(folder, view)
@@ -71,13 +101,7 @@ def export(run: Path, out: Path, format: Format = "safetensors") -> Path:
     }
     weights = tree.to_bytes(model) if format == "safetensors" else _onnx(model, Description.model_validate(card))
     card["weights"]["sha256"] = hashlib.sha256(weights).hexdigest()
-    files = {
-        WEIGHTS[format]: weights,
-        "model.json": json.dumps(card, indent=2, allow_nan=False).encode() + b"\n",
-        "README.md": write_card(card, told_in(view)["beyond_averaging"]).encode(),
-    }
-    durable.create_folder(out.resolve(), {**files, checksums.NAME: checksums.of(files)})
-    return out
+    return card, weights, told_in(view)["beyond_averaging"]
 
 
 def newest_state(folder: RunFolder, view: RunView) -> RunState:

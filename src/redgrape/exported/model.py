@@ -7,16 +7,17 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, Literal, Self, TypeAlias
 
 import numpy as np
 import safetensors
 import torch
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError, model_validator
 from torch import Tensor
 
 from redgrape import nets, tree
 from redgrape.data.examples import Examples, Pixels
+from redgrape.data.table import Columns, of_frame
 from redgrape.determinism import same_bits_everywhere
 from redgrape.errors import ConfigError, DataError
 from redgrape.learning.evaluation import BATCH
@@ -25,6 +26,7 @@ from redgrape.runs import checksums, durable
 from redgrape.validation import one_line
 
 Format: TypeAlias = Literal["safetensors", "onnx"]
+Inputs: TypeAlias = Any  # a NumPy array, a tensor, or a DataFrame for a model of tables
 Forward: TypeAlias = Callable[[Tensor], Tensor]  # raw inputs of one batch -> logits
 
 FORMAT = 1
@@ -45,6 +47,13 @@ class _Input(BaseModel):
     shape: tuple[Annotated[int, Field(gt=0)], ...]
     dtype: Literal["uint8", "float"]
     pixels: _Normalisation | None
+    table: Columns | None = None
+
+    @model_validator(mode="after")
+    def _columns_fit_the_shape(self) -> Self:
+        if self.table is not None and self.shape != (self.table.width,):
+            raise ValueError(f"its columns give {self.table.width} numbers, and its shape is {list(self.shape)}")
+        return self
 
 
 class Description(BaseModel):
@@ -65,6 +74,7 @@ class Model:
     model.predict(x)      # class names
     model(x)              # probabilities, one row per example
 
+    A model trained on a table takes a DataFrame with its columns, or what `columns.inputs` makes of a table.
     `card` is the content of model.json: how the model was trained, on what data, and how well it performs.
     """
 
@@ -73,6 +83,8 @@ class Model:
         self.class_names: list[str] = list(card["class_names"])
         self.shape: tuple[int, ...] = tuple(card["input"]["shape"])
         self.takes_pixels: bool = card["input"]["dtype"] == "uint8"
+        table = card["input"].get("table")
+        self.columns = None if table is None else Columns.model_validate(table)
         self._forward = forward
 
     @property
@@ -85,21 +97,23 @@ class Model:
         kind = "uint8 pixels" if self.takes_pixels else "floats"
         return f"{kind} of shape " + " or ".join(f"[{', '.join(['n', *map(str, shape)])}]" for shape in shapes)
 
-    def __call__(self, x: np.ndarray[Any, Any] | Tensor, batch: int = BATCH) -> Tensor:
+    def __call__(self, x: Inputs, batch: int = BATCH) -> Tensor:
         """Probabilities [n, C] of raw inputs, in the form of the data source."""
         return self.logits(x, batch).softmax(dim=1)
 
-    def predict(self, x: np.ndarray[Any, Any] | Tensor, batch: int = BATCH) -> list[str]:
+    def predict(self, x: Inputs, batch: int = BATCH) -> list[str]:
         return [self.class_names[c] for c in self.logits(x, batch).argmax(dim=1).tolist()]
 
-    def logits(self, x: np.ndarray[Any, Any] | Tensor, batch: int = BATCH) -> Tensor:
+    def logits(self, x: Inputs, batch: int = BATCH) -> Tensor:
         """Logits [n, C]. In batches of 256, they equal those of the run's own evaluation bit for bit."""
         if batch < 1:
             raise ConfigError(f"batch is {batch}; it must be at least 1")
+        if self.columns is not None and not isinstance(x, np.ndarray | Tensor):
+            x = self.columns.inputs(of_frame(x))
         if np.ndim(x) == 0:
             raise DataError(f"the input is a single number; the model takes {self.takes}")
         unlabelled = torch.zeros(len(x), dtype=torch.int64)
-        examples = self.arranged(Examples(x, unlabelled))  # type: ignore[arg-type]  # takes NumPy arrays too
+        examples = self.arranged(Examples(x, unlabelled))
         examples.check(len(self.class_names), "inputs")
         parts = [self.batch_logits(examples, start, batch) for start in range(0, len(examples), batch)]
         return torch.cat(parts) if parts else torch.zeros(0, len(self.class_names))
@@ -138,7 +152,7 @@ def load_model(folder: Path | str) -> Model:
         data = durable.ordinary(path).read_bytes()
     if hashlib.sha256(data).hexdigest() != description.weights.sha256:
         raise DataError(f"'{path}' is damaged: its SHA-256 does not match model.json; export the model again")
-    load = _onnx_forward if description.weights.format == "onnx" else _torch_forward
+    load = _onnx_forward if description.weights.format == "onnx" else torch_forward
     return Model(card, load(data, description, path))
 
 
@@ -162,7 +176,7 @@ def _read_card(folder: Path) -> tuple[dict[str, Any], Description]:
     return card, description
 
 
-def _torch_forward(data: bytes, description: Description, path: Path) -> Forward:
+def torch_forward(data: bytes, description: Description, path: Path) -> Forward:
     dtype: torch.dtype = getattr(torch, description.dtype)
     try:
         tensors = tree.from_bytes(data)

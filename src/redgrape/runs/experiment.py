@@ -17,7 +17,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from redgrape import methods, nets
 from redgrape.data.federation import FederatedData
 from redgrape.data.prepare import DataOptions
-from redgrape.data.sources import READERS
+from redgrape.data.sources import AS_THEY_ARE, READERS
+from redgrape.data.table import is_table
 from redgrape.errors import ConfigError, DataError, unknown
 from redgrape.exchange import Exchange
 from redgrape.method import Method
@@ -27,7 +28,7 @@ from redgrape.runs.checksums import hash_of
 from redgrape.tree import Tensors
 from redgrape.validation import one_line, short
 
-CLASSES = {name: 100 if name == "cifar100" else 10 for name in READERS}  # of the built-in data sets
+CLASSES = {name: {"cifar100": 100, "fars": 8}.get(name, 10) for name in READERS}  # of the built-in data sets
 DEEPEST = 100  # parts of a key; method.lam has two
 _STRICT = ConfigDict(frozen=True, strict=True, extra="forbid")
 
@@ -89,6 +90,16 @@ class Experiment(BaseModel):
     exchange: Exchange = Field(default_factory=Exchange)
     method: MethodOptions = Field(default_factory=MethodOptions)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _a_table_is_no_image(cls, values: Any) -> Any:
+        """Without a net named, a table gets one for vectors."""
+        data, net = (values.get(name, {}) for name in ("data", "net")) if isinstance(values, Mapping) else ({}, None)
+        if not isinstance(data, Mapping) or not isinstance(net, Mapping):
+            return values
+        source = str(data.get("source", ""))
+        return {**values, "net": {"name": "mlp", **net}} if is_table(source) or source in AS_THEY_ARE else values
+
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
         """Check everything that does not need the data, before any data is read."""
@@ -100,7 +111,7 @@ class Experiment(BaseModel):
         if asked is not None and self.min_answers > asked:
             raise ValueError(f"min_answers is {self.min_answers}, but a round has only {asked} clients")
         if self.data.source in READERS:
-            if natural:
+            if natural and self.data.source not in AS_THEY_ARE:
                 raise ValueError(f"data.partition is 'natural', but '{self.data.source}' names no clients; choose iid")
             if self.data.image_size is not None:
                 raise ValueError(f"data.image_size is for image folders, but '{self.data.source}' is not one")

@@ -397,7 +397,8 @@ def about(federation: Federation) -> dict[str, Any]:
     return {
         "split": federation.fingerprint(),
         "data": contents(federation),
-        "input": input_of(federation.input_shape, train.pixels if train.x.dtype == torch.uint8 else None),
+        "input": input_of(federation.input_shape, train.pixels if train.x.dtype == torch.uint8 else None)
+        | ({} if federation.columns is None else {"table": federation.columns.model_dump()}),
         "class_names": federation.class_names,
         "class_counts": federation.class_counts.tolist(),
         "test_counts": federation.counts("test"),

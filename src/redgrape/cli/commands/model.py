@@ -26,12 +26,12 @@ def export(options: argparse.Namespace) -> None:
 
 
 def evaluate(options: argparse.Namespace) -> None:
+    from redgrape.exported.export import open_model
     from redgrape.exported.inference import evaluate_model, names_test_set, read_labelled
-    from redgrape.exported.model import load_model
 
-    model = load_model(options.model)
+    model = open_model(options.model)
     scores = evaluate_model(model, read_labelled(options.data, model))
-    if not names_test_set(options.data):
+    if not names_test_set(options.data, model):
         print(
             f"note: '{printable(options.data)}' names no test set, so all of it was used; examples from training "
             "make the figures look too good",
@@ -63,10 +63,10 @@ def evaluate(options: argparse.Namespace) -> None:
 
 
 def predict(options: argparse.Namespace) -> None:
+    from redgrape.exported.export import open_model
     from redgrape.exported.inference import predict_file
-    from redgrape.exported.model import load_model
 
-    predictions = predict_file(options.data, load_model(options.model))
+    predictions = predict_file(options.data, open_model(options.model))
     if options.json:
         print(json.dumps([asdict(p) for p in predictions]))
         return
