@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from redgrape.data import user_data
+from redgrape.data.examples import Examples
 from redgrape.data.sources import Source, load
 from redgrape.errors import ConfigError, DataError, RedgrapeError, StorageError
 
@@ -279,6 +280,22 @@ def test_npz_with_its_own_test_set(tmp_path: Path) -> None:
 X, Y = np.zeros((4, 2), dtype=np.float32), np.array([0, 1, 0, 1])
 
 
+def test_labels_may_be_names(tmp_path: Path) -> None:
+    words = np.array(["well", "ill", "well", "ill", "well"])
+    source = save_and_load(tmp_path / "own.npz", x=np.eye(5), y=words, x_test=np.eye(5)[:1], y_test=np.array(["worse"]))
+    assert source.class_names == ["ill", "well", "worse"]
+    assert source.train.labels.tolist() == [1, 0, 1, 0, 1] and source.test.labels.tolist() == [2]
+    named = save_and_load(tmp_path / "own.npz", x=np.eye(5), y=words, class_names=np.array(["well", "ill", "dead"]))
+    assert named.class_names == ["well", "ill", "dead"]
+    assert sorted(named.train.labels.tolist() + named.test.labels.tolist()) == [0, 0, 0, 1, 1]
+
+
+def test_arrays_of_names_and_objects_get_advice() -> None:
+    for y in (np.array(["a", "b"]), np.array(["a", 1], dtype=object)):
+        with pytest.raises(DataError, match=r"names, y = np.unique\(y, return_inverse=True\)"):
+            Examples(np.eye(2), y)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(
     ("arrays", "complaint"),
     [
@@ -348,9 +365,9 @@ def test_a_header_that_promises_more_than_there_is(tmp_path: Path) -> None:
 
 
 def test_other_files_and_options_are_refused(tmp_path: Path) -> None:
-    (tmp_path / "data.csv").write_text("1,2")
+    (tmp_path / "data.txt").write_text("1,2")
     with pytest.raises(ConfigError, match=r"neither a folder of images nor an .npz file"):
-        load(str(tmp_path / "data.csv"))
+        load(str(tmp_path / "data.txt"))
     (tmp_path / "own.npz").write_text("not a zip")
     with pytest.raises(DataError, match=r"cannot be read as an .npz file"):
         load(str(tmp_path / "own.npz"))

@@ -64,7 +64,12 @@ EVERY_FIELD: dict[str, Any] = {
     "evaluate_every": 2,
     "checkpoint_every": 4,
     "data": {
-        "source": "here/ärger \"quoted\" 'too' \\ [x] # = 猫.npz",
+        "source": "here/ärger \"quoted\" 'too' \\ [x] # = 猫.csv",
+        "label": "kind",
+        "site": "place",
+        "test": "fold=3",
+        "drop": ["id", "a name"],
+        "categorical": ["zip"],
         "image_size": 32,
         "imbalance": "binary",
         "ir": 12.5,

@@ -179,7 +179,8 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument(
         "methods",
         nargs="+",
-        help="methods, optionally with their own settings: redgrape:lam=0.2,exchange.preset=private",
+        help="methods, optionally with their own settings: redgrape:lam=0.2,exchange.preset=private; METHOD@alone "
+        "trains each client by itself, METHOD@pooled on all data in one place",
     )
     command.add_argument("--experiment", type=_path, metavar="FILE", help="a TOML file with the other settings")
     command.add_argument("--preset", dest="set:method.preset", metavar="NAME", help="the preset for all methods")

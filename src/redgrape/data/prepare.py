@@ -14,12 +14,12 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 from redgrape.data import longtail
 from redgrape.data.augment import Augment
 from redgrape.data.examples import Examples
-from redgrape.data.federation import Federation
+from redgrape.data.federation import Federation, Groups
 from redgrape.data.partition import Kind, partition
 from redgrape.data.sources import AS_THEY_ARE, READERS, Source, load
 from redgrape.data.table import SUFFIXES, Columns, Roles, is_table
 from redgrape.data.user_data import LARGEST_SIDE
-from redgrape.errors import ConfigError, DataError
+from redgrape.errors import ConfigError, DataError, unknown
 from redgrape.validation import LARGEST
 
 Rows = NDArray[np.int64]
@@ -69,6 +69,8 @@ class DataOptions(BaseModel):
     )
     alpha: float = Field(1.0, ge=1e-6, le=LARGEST, description="Dirichlet concentration: small is more skewed")
     clients: int = Field(10, ge=1, le=10**6, description="number of clients; the natural partition brings its own")
+    pooled: bool = Field(False, description="one client with all clients' examples: what no federation could do")
+    alone: str | None = Field(None, description="only the client of this name: what it reaches without the others")
     validation: int = Field(0, ge=0, le=10**9, description="training examples of each class held out for validation")
     auxiliary: int = Field(
         0,
@@ -97,9 +99,14 @@ class DataOptions(BaseModel):
         if not is_table(self.source) and self.roles != Roles():
             name = next(key for key, value in vars(self.roles).items() if value)
             raise ValueError(f"{name} is for tables ({', '.join(SUFFIXES)}), but '{self.source}' is none; leave it out")
-        if is_table(self.source) and self.image_size is not None:
-            raise ValueError(f"image_size is for folders of images, but '{self.source}' is a table; leave it out")
+        if self.pooled and self.alone is not None:
+            raise ValueError(f"pooled and alone='{self.alone}' exclude each other; set one of them")
         return self
+
+    @property
+    def is_federated(self) -> bool:
+        """Whether several clients take part, as far as this is known before the data is read."""
+        return not self.pooled and self.alone is None
 
     @property
     def roles(self) -> Roles:
@@ -140,8 +147,14 @@ def divide(source: Source, options: DataOptions, seed: int) -> Federation:
     if natural is not None and options.partition == "natural":
         client_names = [str(name) for name in np.unique(natural)]  # in the order of the parts
     parts = [rows[part] for part in parts]
+    tail = options.tail_classes if options.imbalance == "binary" else None
+    groups = Groups.by_count(np.bincount(labels[rows], minlength=num_classes).tolist(), tail)
+    if options.pooled:
+        parts, client_names = [rows], ["all"]
+    if options.alone is not None:
+        parts, client_names = [_part_of(options.alone, parts, client_names)], [options.alone]
     train, test, columns = _fitted(source, parts)
-    return Federation.from_parts(
+    federation = Federation.from_parts(
         replace(train, augment=augmentation(options, train.x.dim())),
         parts,
         test,
@@ -150,9 +163,19 @@ def divide(source: Source, options: DataOptions, seed: int) -> Federation:
         auxiliary=train.take(auxiliary) if options.auxiliary else None,
         class_names=source.class_names,
         client_names=client_names,
-        tail=options.tail_classes if options.imbalance == "binary" else None,
+        tail=tail,
         columns=columns,
     )
+    federation.groups = groups  # a client alone is judged by the head and tail of all
+    return federation
+
+
+def _part_of(name: str, parts: Sequence[Rows], names: Sequence[str] | None) -> Rows:
+    """The rows of the client of this name, or of this number if clients have no names."""
+    known = dict(zip(names or map(str, range(len(parts))), parts, strict=True))
+    if name not in known:
+        raise unknown("client", name, known)
+    return known[name]
 
 
 def _fitted(source: Source, parts: Sequence[Rows]) -> tuple[Examples, Examples, Columns | None]:

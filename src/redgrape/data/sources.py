@@ -178,6 +178,8 @@ def load(
     from redgrape.data import user_data
 
     if table.is_table(source) and not path.is_dir():
+        if image_size is not None:
+            raise ConfigError(f"image_size is for folders of images, but {source} is a table; leave it out")
         return user_data.of_table(table.read(path), roles or table.Roles(), seed, path.stem)
     return user_data.load(path, data_root(root), seed=seed, image_size=image_size)
 

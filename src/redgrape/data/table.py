@@ -362,7 +362,7 @@ def raw(table: Table, roles: Roles) -> Raw:
         raise DataError(f"{table.where} has no column left for inputs; it has {listed(table.columns)}")
     is_number = {name: name not in roles.categorical and _is_number(name, table) for name in inputs}
     for name in inputs:
-        kinds = len(table[name].values)
+        kinds = sum(map(bool, table[name].values))
         if not is_number[name] and (kinds > MOST_CATEGORIES or (kinds > 50 and kinds > len(table) / 2)):
             raise DataError(
                 f"{table.where}: column '{name}' has {kinds} different texts in {len(table)} rows, as names or dates "

@@ -103,7 +103,7 @@ class Experiment(BaseModel):
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
         """Check everything that does not need the data, before any data is read."""
-        clients = self.data.clients
+        clients = self.data.clients if self.data.is_federated else 1
         natural = self.data.partition == "natural"
         if self.clients_per_round is not None and not natural and self.clients_per_round > clients:
             raise ValueError(f"clients_per_round is {self.clients_per_round}, but data.clients is only {clients}")
@@ -147,6 +147,8 @@ class Experiment(BaseModel):
 
     def _clients_asked(self) -> int | None:
         """The number of clients per round. None if it depends on the data."""
+        if not self.data.is_federated:
+            return 1
         return self.clients_per_round or (None if self.data.partition == "natural" else self.data.clients)
 
     @classmethod

@@ -279,7 +279,7 @@ def run(
     described = experiment if isinstance(experiment, Experiment) else Experiment.parse(experiment)
     path = Path(folder)
     there = RunFolder.open(path) if (path / "experiment.toml").exists() else RunFolder.create(path, described)
-    if there.experiment() != described:
+    if there.experiment().hash() != described.hash():
         raise ConfigError(f"'{path}' holds another experiment; choose another folder")
     for _ in Run(there, workers=workers, device=device, data_root=data_root).steps():
         pass
