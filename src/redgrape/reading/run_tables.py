@@ -86,7 +86,7 @@ class RunView:
 
     @property
     def label(self) -> str:
-        return run_label(self.experiment["method"])
+        return run_label(self.experiment["method"]) + gap.baseline(self.experiment)
 
     @property
     def uses_extra_data(self) -> bool:
@@ -258,7 +258,7 @@ def print_table(results: Sequence[Result]) -> None:
 
     table = Table(caption=caption(results), caption_justify="left")
     for i, title in enumerate(header(results)):
-        table.add_column(title, justify="left" if i == 0 else "right")
+        table.add_column(title, justify="left" if i == 0 else "right", overflow="fold" if i == 0 else "ellipsis")
     for row in rows(results):
         table.add_row(*[terminal.cell(entry) for entry in row])
     console = Console()
