@@ -143,7 +143,7 @@ def test_new_rows_may_lack_values_and_bring_new_categories(tmp_path: Path) -> No
     assert np.allclose(columns.inputs(new), [[0, 1, 0, 0, 0], [0, 1, 0, 0, 1], [scaled, 0, 0, 1, 0]], atol=1e-6)
     with pytest.raises(DataError, match="has no column 'age'; it has colour"):
         columns.inputs(table.read(written(tmp_path / "less.csv", "red", head="colour")))
-    with pytest.raises(DataError, match=r"row 1 has 'old' in column 'age', among numbers"):
+    with pytest.raises(DataError, match=r"row 1 has 'old' in column 'age', which holds numbers; write"):
         columns.inputs(table.read(written(tmp_path / "text.csv", "old,red", head="age,colour")))
     assert Columns.model_validate_json(columns.model_dump_json(), strict=True) == columns
 

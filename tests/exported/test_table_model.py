@@ -63,6 +63,8 @@ def test_new_rows_with_holes_are_predicted(trained: Any, tmp_path: Path) -> None
     (tmp_path / "labelled.csv").write_text("colour,age,kind\nred,60,ill\nblue,30,well\n")
     assert len(read_labelled(tmp_path / "labelled.csv", model)) == 2  # no column of the test set: all rows
     assert not names_test_set(tmp_path / "labelled.csv", model)
+    with pytest.raises(DataError, match=r"tables with the columns age, colour, or floats of shape \[n, 4\]"):
+        model.predict(np.zeros((2, 3), np.float32))
     (tmp_path / "labelled.csv").write_text("colour,age,kind\nred,60,tired\n")
     with pytest.raises(DataError, match="class 'tired' that the model does not know"):
         read_labelled(tmp_path / "labelled.csv", model)

@@ -281,7 +281,10 @@ class Column(BaseModel):
         if self.categories is None:
             for value, number in zip(cells.values, cells.numbers, strict=True):
                 if number is None or math.isinf(number):
-                    _no_number(cells, value, self.name, where)
+                    raise DataError(
+                        f"{where}: row {cells.row_of(value)} has '{value[:40]}' in column '{self.name}', which holds "
+                        "numbers; write a number, or leave the cell empty"
+                    )
             scaled = (np.array(cells.numbers, np.float64) - self.mean) / self.std
             inputs[:, 0] = np.where(missing, 0.0, scaled)[cells.codes]
             return

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from redgrape import nets, tree
 from redgrape.data.examples import Examples, Pixels
-from redgrape.data.table import Columns, of_frame
+from redgrape.data.table import Columns, listed, of_frame
 from redgrape.determinism import same_bits_everywhere
 from redgrape.errors import ConfigError, DataError
 from redgrape.learning.evaluation import BATCH
@@ -90,6 +90,9 @@ class Model:
     @property
     def takes(self) -> str:
         """The accepted inputs, in words."""
+        if self.columns is not None:
+            names = listed(column.name for column in self.columns.columns)
+            return f"tables with the columns {names}, or floats of shape [n, {self.columns.width}]"
         shapes = [self.shape]
         if self.takes_pixels and len(self.shape) == 3:
             c, h, w = self.shape
