@@ -162,6 +162,7 @@ def test_new_rows_may_lack_values_and_bring_new_categories(tmp_path: Path) -> No
         (HEAD, [*ROWS, "1,red,north,valid,a"], "row 7 has 'valid' in column 'fold'; write test or train"),
         (HEAD, [*ROWS, "old,red,north,train,a"], "row 7 has 'old' in column 'age', among numbers; .*data.categorical"),
         (HEAD, [*ROWS, "inf,red,north,train,a"], "row 7 has 'inf' in column 'age'"),
+        (HEAD, [*ROWS, "1e200,red,north,train,a"], "row 7 has '1e200' in column 'age'"),
         (HEAD, ['"1,5",red,north,train,a', '"2,5",red,north,test,a'], "row 1 has '1,5' in column 'age'.*1234.5"),
         (HEAD, [*ROWS[:2], "1,red,north,test,a"], "has one class, 'a'"),
         (HEAD, ROWS[:4], "4 training and 0 test examples"),
@@ -184,6 +185,9 @@ def test_what_cannot_be_a_table_is_refused(tmp_path: Path) -> None:
         rg.data.load("digits", label="kind")
     with pytest.raises(ConfigError, match="image_size is for folders"):
         loaded(path, image_size=8)
+    for frame, complaint in (({"age": [], "kind": []}, "holds no rows"), ({"age": [1], "kind": [0, 1]}, "1 rows, and")):
+        with pytest.raises(DataError, match=complaint):
+            rg.data.load(frame, label="kind")
     with pytest.raises(DataError, match="no column 'nose'"):
         loaded(path, drop=["nose"])
     with pytest.raises(DataError, match="no row has '9' in column 'fold'"):

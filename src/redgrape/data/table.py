@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 SUFFIXES = (".csv", ".tsv", ".parquet")
 MISSING = frozenset({"", "na", "n/a", "nan", "null", "?"})  # in small letters
 MOST_CATEGORIES = 1000
+LARGEST = 1e30  # of a number: its square is one too, also in the sum over all rows
 CONSTANT = 1e-12  # a variance below this share of the mean square is rounding
 TEST, TRAIN = ("test", "true", "1", "yes"), ("train", "false", "0", "no")
 
@@ -76,6 +77,14 @@ class Table:
 
     where: str
     columns: dict[str, Cells]
+
+    def __post_init__(self) -> None:
+        lengths = {len(cells.codes): name for name, cells in self.columns.items()}
+        if not lengths or 0 in lengths:
+            raise DataError(f"{self.where} holds no rows; it needs names of columns and a row for each example")
+        if len(lengths) > 1:
+            (one, first), (other, second), *_ = lengths.items()
+            raise DataError(f"{self.where}: column '{first}' has {one} rows, and '{second}' {other}; they must agree")
 
     def __len__(self) -> int:
         return len(next(iter(self.columns.values())).codes)
@@ -137,10 +146,7 @@ def read(path: Path) -> Table:
     """The table in a CSV or Parquet file. A CSV file has a line of names first; its cells are divided by commas,
     semicolons or tabs."""
     durable.ordinary(path, DataError)
-    table = _parquet(path) if path.suffix.lower() == ".parquet" else _csv(path)
-    if not table.columns or not len(table):
-        raise DataError(f"{path} holds no rows; it needs a line of column names and a line for each example")
-    return table
+    return _parquet(path) if path.suffix.lower() == ".parquet" else _csv(path)
 
 
 def of_frame(frame: Any, where: str = "the table") -> Table:
@@ -280,7 +286,7 @@ class Column(BaseModel):
             inputs[:, -1] = missing[cells.codes]
         if self.categories is None:
             for value, number in zip(cells.values, cells.numbers, strict=True):
-                if number is None or math.isinf(number):
+                if number is None or abs(number) > LARGEST:
                     raise DataError(
                         f"{where}: row {cells.row_of(value)} has '{value[:40]}' in column '{self.name}', which holds "
                         "numbers; write a number, or leave the cell empty"
@@ -379,9 +385,9 @@ def _is_number(name: str, table: Table) -> bool:
     cells = table[name]
     texts = [v for v, number in zip(cells.values, cells.numbers, strict=True) if number is None]
     if not texts:
-        infinite = [v for v, n in zip(cells.values, cells.numbers, strict=True) if n is not None and math.isinf(n)]
-        if infinite:
-            _no_number(cells, infinite[0], name, table.where)
+        large = [v for v, n in zip(cells.values, cells.numbers, strict=True) if n is not None and abs(n) > LARGEST]
+        if large:
+            _no_number(cells, large[0], name, table.where)
         return True
     if len(texts) + cells.values.count("") < len(cells.values) or any(re.fullmatch(r"-?\d+,\d+", v) for v in texts):
         _no_number(cells, texts[0], name, table.where)
