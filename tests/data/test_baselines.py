@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -60,3 +61,10 @@ def test_what_does_not_go_together_is_refused(path: Path) -> None:
         loaded(path, alone="west", pooled=True)
     with pytest.raises(ConfigError, match="min_answers is 2, but a round has only 1 clients"):
         Experiment.parse({"data": {"pooled": True}, "min_answers": 2})
+
+
+def test_they_are_written_out_and_read_back() -> None:
+    for data in ({"pooled": True}, {"alone": "3"}):
+        experiment = Experiment.parse({"data": data})
+        again = Experiment.parse(tomllib.loads(experiment.to_toml()))
+        assert again.data == experiment.data and again.hash() == experiment.hash() != Experiment.parse({}).hash()

@@ -78,6 +78,8 @@ EVERY_FIELD: dict[str, Any] = {
         "partition": "prior_dirichlet",
         "alpha": 0.25,
         "clients": 4,
+        "pooled": False,
+        "alone": "none",
         "validation": 5,
         "auxiliary": 6,
         "crop": 4,
@@ -147,7 +149,8 @@ def test_toml_round_trip_of_every_field() -> None:
         assert set(model.model_fields) <= set(EVERY_FIELD[section]), "a field that this test does not set"
         same = [k for k, v in EVERY_FIELD[section].items() if k != "name" and defaults[section].get(k) == v]
         unlike_the_preset, not_with_the_rule = NOT_AS_RELEASED, {"clip", "noise", "class_clip", "class_noise"}
-        assert not set(same) - unlike_the_preset - not_with_the_rule
+        not_with_several_clients = {"pooled", "alone"}
+        assert not set(same) - unlike_the_preset - not_with_the_rule - not_with_several_clients
 
 
 def test_the_hash_names_the_experiment() -> None:
