@@ -2,6 +2,7 @@
 
     python benchmarks/privacy_price.py --figure docs/images/privacy.png
     python benchmarks/privacy_price.py --data mnist --data-root data --only floors
+    python benchmarks/privacy_price.py --only sums
 
 Long-tailed data over ten clients, several seeds; every setting meets the same data, initial weights and batches. Prints
 Markdown tables, mean and standard deviation over the seeds of the accuracy of the last ten rounds in %:
@@ -11,6 +12,8 @@ Markdown tables, mean and standard deviation over the seeds of the accuracy of t
               prototypes
     noise     on the prototypes alone, and on prototypes and model, at floors of 1; multipliers count against the clips
               below. epsilon as the accountant gives it for the run (delta 1e-5, one client's whole data).
+    sums      FedAvg, RedGrape with the preset private, and Vine, stateless and with weights alike: clipped, and with
+              noise on the sums. Not in the figure. Also with --clients 30 --per-round 6 --rounds 80
 
 The noise is made from the seed, so that the figures can be repeated; a federation must not do that.
 """
@@ -21,6 +24,7 @@ import argparse
 import json
 import math
 import statistics
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -36,6 +40,7 @@ from redgrape.exchange import Exchange
 from redgrape.method import Method
 from redgrape.methods.fedavg import FedAvg
 from redgrape.methods.redgrape import RedGrape
+from redgrape.methods.vine import Vine
 from redgrape.privacy.account import epsilon
 
 SETTINGS: dict[str, tuple[dict[str, Any], str, dict[str, Any], int]] = {
@@ -51,20 +56,33 @@ SETTINGS: dict[str, tuple[dict[str, Any], str, dict[str, Any], int]] = {
 COUNTS = (1, 2, 4, 8)
 CLIENTS = (1, 3)
 NOISES = (0.0, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0)
+SUM_NOISES = (0.0, 0.1, 0.3, 1.0)
 CLIPS = {"clip": 1.0, "class_clip": 8.0}  # few updates, and hardly any prototype, are longer
+PARTS = ("floors", "noise", "sums")
 
 
-def ways(only: str | None, hyper: Mapping[str, Any]) -> dict[str, tuple[Method, Exchange]]:
+def ways(parts: Sequence[str], hyper: Mapping[str, Any]) -> dict[str, tuple[Method, Exchange]]:
     """Method and exchange by the name of the setting."""
     plain, redgrape = Exchange(), RedGrape(**hyper)
     found: dict[str, tuple[Method, Exchange]] = {}
-    if only != "noise":
+    if "sums" in parts:
+        vine = {"memory": False, **hyper}
+        found["fedavg"] = FedAvg(**hyper), plain
+        found["redgrape, private"] = redgrape, Exchange(preset="private")
+        found["vine"] = Vine(**hyper), plain
+        found["vine stateless"] = Vine(**vine), plain
+        summed = {"fedavg": FedAvg(**hyper), "vine stateless, alike": Vine(**vine, weights="alike", margin=0.0)}
+        for name, method in summed.items():
+            for z in SUM_NOISES:
+                exchange = Exchange(clip=CLIPS["clip"], noise=z, randomness="seed")
+                found[f"{name}, noise {z:g}"] = method, exchange
+    if "floors" in parts:
         found["fedavg"] = FedAvg(**hyper), plain
         found["no prototypes"] = RedGrape(**hyper, use_prototypes=False), plain
         found |= {
             floors(n, m): (redgrape, Exchange(min_count=n, min_clients=m)) for m in CLIENTS for n in COUNTS
         }  # the last of them is the preset private
-    if only != "floors":
+    if "noise" in parts:
         prototypes = {"class_clip": CLIPS["class_clip"], "randomness": "seed"}
         both = {**CLIPS, "randomness": "seed"}
         found |= {noisy("prototypes", z): (redgrape, Exchange(**prototypes, class_noise=z)) for z in NOISES}
@@ -81,11 +99,18 @@ def noisy(what: str, multiplier: float) -> str:
 
 
 def measured(
-    method: Method, exchange: Exchange, federation: Federation, net: str, rounds: int, seed: int
+    method: Method,
+    exchange: Exchange,
+    federation: Federation,
+    net: str,
+    rounds: int,
+    seed: int,
+    per_round: int | None,
 ) -> dict[str, float]:
     build = partial(nets.build, net, tuple(federation.train.x.shape[1:]), federation.num_classes, seed)
     history: list[dict[str, Any]] = []
-    with rg.Training(method, federation, build, rounds=rounds, seed=seed, exchange=exchange) as training:
+    options: dict[str, Any] = {"rounds": rounds, "seed": seed, "exchange": exchange, "clients_per_round": per_round}
+    with rg.Training(method, federation, build, **options) as training:
         history.extend(step.record for step in training.steps())
         mechanisms = exchange.mechanisms(training.parts, federation.num_classes)
     last = [record["test"] for record in history[-10:]]
@@ -95,7 +120,8 @@ def measured(
         found["reported"] = int((counts >= exchange.min_count).sum()) if method.use_prototypes else 0
         found["held"] = int((counts > 0).sum())
         found["released"] = sum(history[-1]["prototype_seen"])
-        found["epsilon"] = epsilon(mechanisms, rounds, exchange.delta) if mechanisms else math.inf
+    took_part = Counter(k for record in history for k in record["answered"])
+    found["epsilon"] = epsilon(mechanisms, max(took_part.values()), exchange.delta) if mechanisms else math.inf
     return found
 
 
@@ -111,11 +137,12 @@ def table(results: Mapping[str, Sequence[Mapping[str, float]]]) -> str:
     ]
     for way, seeds in results.items():
         figures = [mean_and_deviation([s[name] for s in seeds]) for name in ("accuracy", "head", "tail")]
-        pairs = classes = spent = ""
+        pairs = classes = ""
         if "reported" in seeds[0]:
             pairs = f"{sum(s['reported'] for s in seeds)} of {sum(s['held'] for s in seeds)}"
             classes = f"{statistics.fmean(s['released'] for s in seeds):.1f}"
-            spent = "infinite" if math.isinf(seeds[0]["epsilon"]) else f"{seeds[0]['epsilon']:.3g}"
+        most = max(s["epsilon"] for s in seeds)
+        spent = "infinite" if math.isinf(most) else f"{most:.3g}"
         lines.append(f"| {way} | {' | '.join(figures)} | {pairs} | {classes} | {spent} |")
     return "\n".join(lines)
 
@@ -178,8 +205,10 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--noise-seeds", type=int, default=1, help="so many of the seeds for the part on noise (1)")
     parser.add_argument("--rounds", type=int)
-    parser.add_argument("--only", choices=["floors", "noise"])
-    parser.add_argument("--figure", type=Path, help="also draw it (needs both parts)")
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--clients", type=int, default=10)
+    parser.add_argument("--per-round", type=int, help="so many of the clients in a round (all)")
+    parser.add_argument("--figure", type=Path, help="also draw it (needs floors and noise)")
     parser.add_argument("--json", type=Path, help="keep the figures here, and take those that are here already")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -190,13 +219,15 @@ def main() -> None:
         known = json.loads(options.json.read_text())
     results: dict[str, list[dict[str, float]]] = {}
     for seed in range(options.seeds):
-        federation = prepare(DataOptions.model_validate(data), seed, options.data_root)
+        chosen = DataOptions.model_validate({**data, "clients": options.clients})
+        federation = prepare(chosen, seed, options.data_root)
         for way, (method, exchange) in ways(options.only, hyper).items():
             if way.startswith("noise") and seed >= options.noise_seeds:
                 continue
-            name = f"{options.data}, {rounds} rounds, seed {seed}: {way}"
+            who = f"{options.per_round or options.clients} of {options.clients} clients"
+            name = f"{options.data}, {who}, {rounds} rounds, seed {seed}: {way}"
             if name not in known:
-                known[name] = measured(method, exchange, federation, net, rounds, seed)
+                known[name] = measured(method, exchange, federation, net, rounds, seed, options.per_round)
                 if options.json:
                     options.json.write_text(json.dumps(known, indent=1) + "\n")
             results.setdefault(way, []).append(known[name])
@@ -204,7 +235,7 @@ def main() -> None:
     if options.figure:
         draw(
             results,
-            f"{options.data}, IR {data['ir']:g}, 10 clients, {rounds} rounds",
+            f"{options.data}, IR {data['ir']:g}, {options.clients} clients, {rounds} rounds",
             options.figure,
         )
 

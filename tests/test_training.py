@@ -24,7 +24,7 @@ from redgrape.engines.in_process import InProcess
 from redgrape.engines.pool import Pool
 from redgrape.errors import ConfigError, Diverged, TooFewClients
 from redgrape.exchange import Count, Direction, Parts, Statistics
-from redgrape.learning.evaluation import Scores
+from redgrape.learning import evaluation
 from redgrape.learning.schedule import decay
 from redgrape.method import ClientSite, ServerSite
 from redgrape.methods.fedavg import FedAvg
@@ -375,7 +375,7 @@ def test_history() -> None:
         assert record["bytes_down"] == 2 * 72
         assert record["bytes_up"] == 2 * (72 + 4 + 8)
         for split in ("test", "validation"):
-            fields = {"accuracy", "balanced", "head", "middle", "tail", "loss", "per_class"}
+            fields = {"accuracy", "balanced", "macro_f1", "head", "middle", "tail", "loss", "per_class"}
             assert record[split].keys() == fields
     assert record["validation"]["per_class"][1] is None
     start = LINEAR()
@@ -446,10 +446,11 @@ def test_scores() -> None:
     """Of class 0, 3 of 4 are right; of class 1, 2 of 2; of class 2, 1 of 4; class 3 has no example. In all 6 of 10; the
     mean of 3/4, 1 and 1/4 is 2/3; head (0 and 1) 5 of 6; tail (2 and 3) 1 of 4; the middle is empty."""
     confusion = torch.tensor([[3, 1, 0, 0], [0, 2, 0, 0], [1, 0, 1, 2], [0, 0, 0, 0]])
-    record = Scores(confusion, 0.5).record(Groups(head=(0, 1), middle=(), tail=(3, 2)))
+    record = evaluation.of_confusion(confusion, 5.0).record(Groups(head=(0, 1), middle=(), tail=(3, 2)))
     assert record == {
         "accuracy": 0.6,
         "balanced": pytest.approx(2 / 3),
+        "macro_f1": pytest.approx((6 / 8 + 4 / 5 + 2 / 5) / 3),  # 2 TP / (tested + predicted); class 3 is not tested
         "head": pytest.approx(5 / 6),
         "middle": None,
         "tail": 0.25,

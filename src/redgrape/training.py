@@ -19,7 +19,7 @@ from redgrape import determinism, engines, tree
 from redgrape.data.examples import Examples
 from redgrape.data.federation import Declared, FederatedData
 from redgrape.determinism import same_bits_everywhere
-from redgrape.engines import Answer, ClientHalf, Engine, Lost, SumOfAnswers
+from redgrape.engines import Answer, ClientHalf, Engine, Lost, StateLost, SumOfAnswers
 from redgrape.engines.waiting_answers import Shelf
 from redgrape.errors import ConfigError, DataError, Diverged, TooFewClients
 from redgrape.exchange import Exchange, Parts, Received, plausible
@@ -34,6 +34,7 @@ from redgrape.exchange.checks import (
 from redgrape.exchange.plausible import Measures
 from redgrape.learning.features import batchnorms
 from redgrape.method import ClientId, ClientSite, Method, ServerSite, Site
+from redgrape.nets import own
 from redgrape.nets.net import Net
 from redgrape.tree import Tensors, Tree
 
@@ -47,6 +48,10 @@ class ClientStates(Mapping[ClientId, Tree]):
     def updated(self, new: Mapping[ClientId, Tree]) -> ClientStates:
         """These states, with the new ones replacing the old."""
 
+    @abstractmethod
+    def emptied(self) -> ClientStates:
+        """The same store without a state."""
+
 
 class InMemory(ClientStates):
     """Client states in memory."""
@@ -56,6 +61,9 @@ class InMemory(ClientStates):
 
     def updated(self, new: Mapping[ClientId, Tree]) -> InMemory:
         return InMemory({**self._states, **{k: tree.owned(state) for k, state in new.items()}})
+
+    def emptied(self) -> InMemory:
+        return InMemory()
 
     def __getitem__(self, client: ClientId) -> Tree:
         return self._states[client]
@@ -102,35 +110,50 @@ def rounds(
     state = start if start is not None else first_state(method, engine, site, eligible, model, states, declared)
     with closing(Shelf(spill)) as shelf:
         for t in range(state.round + 1, site.rounds + 1):
-            shelf.clear()
             sampled = sample_clients(eligible, clients_per_round, site.seed, t)
             here = replace(site, round=t)
             with same_bits_everywhere():
                 broadcast = tree.ordered(method.broadcast(state.server))
-                answers = _Answers(method, exchange, broadcast["model"], sampled, here, shelf, declared)
-                for k, answer in engine.run_clients(broadcast, sampled, state.clients, t):
-                    answers.take(k, answer)
+                before, clients, asked, states_lost = state.server, state.clients, sampled, dict[ClientId, StateLost]()
+                while True:
+                    shelf.clear()
+                    answers = _Answers(method, exchange, broadcast["model"], sampled, here, shelf, declared)
+                    for k, answer in engine.run_clients(broadcast, asked, clients, t):
+                        answers.take(k, answer)
+                    if not answers.states_lost:
+                        break
+                    states_lost |= answers.states_lost
+                    if method.sums_of_states:  # all start anew: what they send now replaces these sums
+                        zero = {name: tree.sub(before[name], before[name]) for name in method.sums_of_states}
+                        before, clients = {**before, **zero}, clients.emptied()
+                    else:
+                        asked = [k for k in asked if k not in states_lost]
+                for k in set(sampled) - set(asked):
+                    answers.take(k, states_lost[k])
                 received = answers.received(max(min_answers, exchange.fewest_answers()))
-                server = tree.owned(method.server_update(state.server, received, here))
+                server = tree.owned(method.server_update(before, received, here))
                 if name := first_not_finite(tree.flatten(server)):
                     raise Diverged(f"DIVERGED in round {t}: server tensor '{name}' is not finite; {_ADVICE}")
                 record = {
                     "round": t,
                     "clients": list(sampled),
                     **answers.record(received),
+                    **(
+                        {"states_lost": {str(k): lost.reason for k, lost in states_lost.items()}} if states_lost else {}
+                    ),
                     **received.record(),
                     "bytes_down": len(sampled) * tree.num_bytes(broadcast),
                     "bytes_up": received.num_bytes(),
                     **{name: value.tolist() for name, value in method.log(server, received).items()},
                 }
                 new = {k: s for k, s in answers.states.items() if k in received.clients}
-                state = RunState(t, server, state.clients.updated(new) if new else state.clients, record)
+                state = RunState(t, server, clients.updated(new) if new else clients, record)
             yield state
 
 
 # The keys of a round's record, the same for every method. A method may add more with `log`.
 RECORD = (
-    *("round", "clients", "answered", "rejected", "lost", "left_out", "train_loss", "capped_loss"),
+    *("round", "clients", "answered", "rejected", "lost", "left_out", "states_lost", "train_loss", "capped_loss"),
     *("class_contributors", "class_released", "bytes_down", "bytes_up", "epsilon", "test", "validation"),
 )
 
@@ -161,6 +184,7 @@ class _Answers:
         self._refused: dict[ClientId, UpdateRejected] = {}
         self._unasked: dict[ClientId, UpdateRejected] = {}  # clients that were not asked, and answers for another round
         self._lost: dict[ClientId, str] = {}
+        self.states_lost: dict[ClientId, StateLost] = {}
         self.states: dict[ClientId, Tree] = {}  # a state is kept if the client's update is accepted
 
     def take(self, client: ClientId | None, answer: Answer | SumOfAnswers | Lost) -> None:
@@ -170,6 +194,8 @@ class _Answers:
         assert client is not None, "only a sum has no client"
         if isinstance(answer, Lost):
             self._lost[client] = answer.reason
+            if isinstance(answer, StateLost):
+                self.states_lost[client] = answer
         elif client not in self._asked:
             self._unasked[client] = UpdateRejected("this client was not asked")
         elif answer.round != self._site.round:
@@ -344,7 +370,7 @@ class Training:
         self,
         method: Method,
         federation: FederatedData,
-        build: Callable[[], Net],
+        build: Callable[[], Net] | nn.Module,
         *,
         rounds: int,
         clients_per_round: int | None = None,
@@ -383,6 +409,8 @@ class Training:
             raise ConfigError(
                 f"method is {method!r}; pass a method with its hyper-parameters, such as RedGrape(lr=0.05)"
             )
+        if isinstance(build, nn.Module):
+            build = own.copies(build, federation.input_shape, federation.num_classes)
         with determinism.global_stream(None):  # so that training starts from the first net that `build` draws
             net = build()
             check_net(net, federation)
@@ -518,7 +546,7 @@ class Result:
 def train(
     method: Method,
     federation: FederatedData,
-    build: Callable[[], Net],
+    build: Callable[[], Net] | nn.Module,
     *,
     rounds: int,
     clients_per_round: int | None = None,
@@ -533,8 +561,9 @@ def train(
 ) -> Result:
     """Train a method on a federation, from the weights that `build` gives, with evaluations on the way.
 
-    `build` returns a fresh Net at every call. With one worker it may be any callable. With more it must be importable,
-    because it is sent to other processes. `min_answers`: the run stops if a round has fewer accepted answers.
+    `build` returns a fresh Net at every call; or it is a net, which is copied. With one worker it may be any callable.
+    With more it must be importable, because it is sent to other processes. `min_answers`: the run stops if a round has
+    fewer accepted answers.
     `deadline`: seconds after which a worker that has not answered counts as hung; ignored with one worker.
     `stack`: train this many clients of equal size as one, if the method and the net allow it. This is fast for small
     nets; results agree to rounding, not bit for bit.

@@ -42,7 +42,8 @@ def _cut(text: str, longest: int) -> str:
 
 def _public(path: list[str]) -> list[str]:
     """The path without the names that pydantic adds for union members and validators."""
-    return [part for part in path if not part.startswith("function-") and part not in {"int", "float", "str", "none"}]
+    kinds = {"int", "constrained-int", "float", "str", "none"}
+    return [part for part in path if not part.startswith("function-") and part not in kinds]
 
 
 def _sentence(problem: Any, key: str, model: type[BaseModel], path: list[str]) -> str:

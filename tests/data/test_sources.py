@@ -306,7 +306,7 @@ def test_options_from_toml_lists_and_their_refusals() -> None:
         {"clients": 0},
         {"clients": 2.0},
         {"partition": "dirichlet"},
-        {"tail_classes": ["1"]},
+        {"tail_classes": [1.5]},
         {"colour": 1},
     ):
         with pytest.raises(ValidationError):

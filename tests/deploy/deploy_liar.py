@@ -12,7 +12,7 @@ from redgrape import tree
 from redgrape.cli import main as cli
 from redgrape.deploy.processes import resident
 from redgrape.deploy.processes.site_role import SiteRole
-from redgrape.deploy.protocol.site import Site
+from redgrape.deploy.protocol.site import DeployedSite
 
 
 def _changed(flat: dict[str, torch.Tensor], lie: str) -> dict[str, torch.Tensor]:
@@ -34,7 +34,7 @@ def _changed(flat: dict[str, torch.Tensor], lie: str) -> dict[str, torch.Tensor]
     raise AssertionError(lie)
 
 
-class Liar(Site):
+class Liar(DeployedSite):
     def answer(self, header: Any, parts: Any) -> Any:
         back, sent = super().answer(header, parts)
         lie = os.environ["REDGRAPE_TEST_LIE"]
@@ -52,5 +52,5 @@ if __name__ == "__main__":
     if sys.argv[1] == "site":  # as the command would, but for the resident process
         SiteRole.resident = (sys.executable, __file__)
         cli.main(["deploy", *sys.argv[1:]])
-    resident.Site = Liar
+    resident.DeployedSite = Liar
     resident.main()

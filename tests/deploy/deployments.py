@@ -17,8 +17,10 @@ from typing import Any
 
 import numpy as np
 import tomli_w
+import torch
 
 from redgrape import Examples, Federation
+from redgrape.deploy.protocol.site_states import SiteStates
 from redgrape.deploy.setup.create import app_hash
 from redgrape.engines import Answer
 from redgrape.engines.in_process import InProcess
@@ -145,6 +147,9 @@ def still_there(folder: Path) -> list[str]:
     return found
 
 
+OPEN = ["--no-secure-aggregation", "--class-rows"]  # flags of `deploy init`: sites answer alone, with any method
+
+
 class Local:
     """A deployment whose server and sites are all on this machine."""
 
@@ -251,6 +256,18 @@ class Local:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def sent_by_sites(deployment: Path, folder: RunFolder, group: str = "sent") -> dict[str, torch.Tensor]:
+    """The sum over the sites of a group of their states: those that the server counts on."""
+    state, _ = folder.latest()
+    assert state is not None
+    total: dict[str, torch.Tensor] = {}
+    for k, named in state.clients.items():
+        states = SiteStates(deployment / "sites" / SITES[k] / "states")
+        sent = states.load(folder.environment()["run"], int(named["round"]), int(named["key"]))[group]
+        total = {name: t + total.get(name, 0.0) for name, t in sent.items()}
+    return total
 
 
 def locally(experiment: Experiment, federated: Federated, **more: Any) -> Any:

@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("flwr")
 
-from deployments import SITES, Federated, Local, still_there
+from deployments import OPEN, SITES, Federated, Local, still_there
 
 from redgrape import tree
 
@@ -19,7 +19,7 @@ QUICK = ["-c", "net.name='mlp'", "-c", "method.lr=0.1", "-c", "method.batch_size
 
 def test_three_sites_give_the_bits_of_the_local_engine(tmp_path: Path) -> None:
     federated = Federated(tmp_path / "data")
-    with Local(tmp_path, federated, "--test", tmp_path / "data/test.npz") as deployment:
+    with Local(tmp_path, federated, *OPEN, "--test", tmp_path / "data/test.npz") as deployment:
         deployment.start()
         deployment.run("scaffold", *QUICK, "--rounds", 2, "--method", "scaffold")
         assert tree.equal(deployment.server_state("scaffold"), deployment.locally("scaffold"))

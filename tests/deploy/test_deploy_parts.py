@@ -45,8 +45,8 @@ from redgrape.deploy.processes.server_app import Journal
 from redgrape.deploy.processes.submission import Submission, is_active
 from redgrape.deploy.protocol import deadlines, wire
 from redgrape.deploy.protocol.admission import why_refused
-from redgrape.deploy.protocol.site import Site
-from redgrape.deploy.protocol.site_states import SiteStates
+from redgrape.deploy.protocol.site import DeployedSite
+from redgrape.deploy.protocol.site_states import SiteStates, StateMissing
 from redgrape.deploy.setup import certificates, doctor, site_data
 from redgrape.deploy.setup.create import app_hash, create, deployed, renew
 from redgrape.deploy.setup.folder import DataAgreement, Deployment, DeployOptions, SiteFolder
@@ -65,6 +65,7 @@ def options(**changes: Any) -> DeployOptions:
         "sites": tuple(SITES),
         "host": "localhost",
         "bind": "127.0.0.1",
+        "class_rows": True,
         "data": {"classes": tuple(CLASSES), "shape": (6,), "input": "float"},
     }
     return DeployOptions.model_validate(values | changes)
@@ -117,8 +118,11 @@ def test_init_writes_what_each_party_needs(deployment: Deployment) -> None:
         (["--sites", "a,../b", "--host", "localhost"], "no name for a site"),
         (["--sites", "a", "--host", "10.1.1.1", "--plain"], "without TLS"),
         (["--sites", "a", "--host", "localhost", "--tail", "5"], "none of the classes"),
-        (["--sites", "a,b", "--host", "localhost"], "there are 2 sites, and a class is released only where 3 of them"),
-        (["--sites", "a,b,c", "--host", "localhost", "--min-clients", "4"], "name at least 4 sites"),
+        (
+            ["--sites", "a,b", "--host", "localhost", "--class-rows"],
+            "there are 2 sites, and a class is released only if 3",
+        ),
+        (["--sites", "a,b,c", "--host", "localhost", "--class-rows", "--min-clients", "4"], "name at least 4 sites"),
     ],
 )
 def test_what_cannot_be_is_refused_by_init(
@@ -129,19 +133,133 @@ def test_what_cannot_be_is_refused_by_init(
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(("number", "floor", "fewest"), [(2, 2, 2), (3, 3, 2), (4, 3, 2), (5, 3, 3), (1, 1, 1)])
-def test_what_init_writes_can_run(
-    tmp_path: Path, number: int, floor: int, fewest: int, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """With its own experiment, and with no round of one site alone where there are more."""
-    sites = ",".join("abcde"[:number])
-    words = ["--sites", sites, "--host", "localhost", "--min-clients", str(floor), "--classes", "10", "--shape", "4"]
-    assert cli.run(["deploy", "init", str(tmp_path / "d"), *words]) == 0
-    assert ("note: a class is released only if" in capsys.readouterr().out) == (number < 5)
+INIT = ["--host", "localhost", "--classes", "10", "--shape", "4"]
+
+
+@pytest.mark.parametrize(("number", "fewest"), [(1, 1), (2, 2), (3, 2), (5, 3)])
+def test_what_init_writes_can_run(tmp_path: Path, number: int, fewest: int, capsys: pytest.CaptureFixture[str]) -> None:
+    """From three sites on vine by secure sums; for fewer FedAvg, and one line says why. No round of one site alone if
+    there are more."""
+    assert cli.run(["deploy", "init", str(tmp_path / "d"), "--sites", ",".join("abcde"[:number]), *INIT]) == 0
+    notes = [line for line in capsys.readouterr().out.splitlines() if line.startswith("note")]
     deployment = Deployment(tmp_path / "d")
     experiment = Experiment.parse(read_toml(deployment.path / "experiment.toml"))
     assert experiment.min_answers == fewest
     submission.check(experiment, deployment.options)
+    site = SiteFolder(deployment.site("a")).options
+    assert why_refused(experiment, site) is None
+    assert site.secure_aggregation == deployment.options.secure_aggregation == (number >= 3)
+    assert not site.class_rows and not deployment.options.class_rows
+    if number >= 3:
+        assert notes == [] and experiment.method.name == "vine"
+    else:
+        [note] = notes
+        assert "no secure sums, because they need 3 sites" in note and experiment.method.name == "fedavg"
+
+
+@pytest.mark.parametrize(("number", "floor"), [(2, 2), (3, 3), (5, 3)])
+def test_class_rows_are_written_with_floors(
+    tmp_path: Path, number: int, floor: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--sites", ",".join("abcde"[:number]), "--class-rows", "--min-clients", str(floor), *INIT]
+    assert cli.run(["deploy", "init", str(tmp_path / "d"), *words]) == 0
+    assert ("note: a class is released only if" in capsys.readouterr().out) == (number < 5)
+    assert cli.run(["deploy", "run", str(tmp_path / "d"), "--dry-run", "--method", "redgrape"]) == 0
+
+
+def test_the_settings_that_init_writes_are_explained(deployment: Deployment) -> None:
+    for path in (deployment.path / "deploy.toml", deployment.site("north") / "site.toml"):
+        lines = path.read_text().splitlines()
+        keys = [i for i, line in enumerate(lines) if " = " in line]
+        assert keys and all(lines[i - 1].startswith("# ") for i in keys), path
+
+
+def test_without_secure_sums_operator_and_every_site_must_say_so(
+    tmp_path: Path, federated: Federated, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """CLIMB needs single updates. The operator alone does not bring the sites to send them."""
+    create(tmp_path / "d", options(test=str(federated.folder / "test.npz"), secure_aggregation=True))
+    climb = ["deploy", "run", str(tmp_path / "d"), "--dry-run", "--method", "climb"]
+    assert cli.run(climb) == 2
+    assert "set secure_aggregation=false in deploy.toml and every site.toml" in capsys.readouterr().err
+    _allow(tmp_path / "d/deploy.toml", "secure_aggregation = true", "secure_aggregation = false")
+    assert cli.run(climb) == 0
+    for name in SITES[:2]:
+        path = tmp_path / "d/sites" / name / "site.toml"
+        _allow(path, "secure_aggregation = true", "secure_aggregation = false")
+    deployment = _impatient(Deployment(tmp_path / "d"))
+    sites = [DeployedSite(SiteFolder(deployment.site(name)), federated.data(name)) for name in SITES]
+    folder, said = _run(deployment, FakeGrid(deployment, sites), "a", rounds=1, method={"name": "climb"})
+    assert folder.metrics()[0]["answered"] == [0, 1]
+    words = "a node is refused: site 'west' refuses: this site answers only in secure sums (secure_aggregation in its"
+    assert any(words in line for line in said)
+
+
+def _allow(path: Path, before: str, after: str) -> None:
+    text = path.read_text()
+    assert before in text
+    path.write_text(text.replace(before, after))
+
+
+def test_a_site_sends_class_rows_only_if_its_policy_says_so(
+    tmp_path: Path, federated: Federated, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The server cannot change that: it is left with a refusal, whose reason it reads, and the other sites."""
+    create(tmp_path / "d", options(test=str(federated.folder / "test.npz"), min_count=1, min_clients=1))
+    deployment = Deployment(tmp_path / "d")
+    _allow(deployment.site("west") / "site.toml", "class_rows = true", "class_rows = false")
+    sites = [DeployedSite(SiteFolder(deployment.site(name)), federated.data(name)) for name in SITES]
+    grid = FakeGrid(deployment, sites)
+    folder, said = _run(deployment, grid, "a", rounds=1, method={"name": "redgrape"})
+    assert folder.metrics()[0]["answered"] == [0, 1]
+    reason = "method 'redgrape' sends class rows (prototypes), and class_rows is false"
+    assert (
+        f"site 'west' refuses: this site's policy (site.toml) does not allow the experiment: {reason}"
+        in (folder.metrics()[0]["lost"]["2"])
+    )
+    assert any("site 'west' refuses" in line for line in said)
+    assert f"{wire.REFUSED}this site's policy (site.toml) does not allow the experiment: {reason}" in (
+        capsys.readouterr().err
+    )
+    folder, _ = _run(deployment, grid, "b", rounds=1, method={"name": "fedavg"})
+    assert folder.metrics()[0]["answered"] == [0, 1, 2]
+
+
+def test_nothing_in_a_question_changes_the_policy(tmp_path: Path, federated: Federated) -> None:
+    """A compromised server may put any field into a header, and the site's own settings into the experiment."""
+    create(tmp_path / "d", options(test="somewhere", secure_aggregation=True, class_rows=False))
+    site = DeployedSite(SiteFolder(tmp_path / "d/sites/north"), federated.data("north"))
+    before = site.options
+    lies = {"secure_aggregation": False, "class_rows": True, "policy": {"class_rows": True}, "min_count": 1}
+    for kind in ("train", "survey", "evaluate"):
+        header, parts = site.answer(_question(kind, **lies), {"broadcast": tree.to_bytes({})})
+        assert "answers only in secure sums" in header["error"] and header["refused"] and parts == {}
+    for more in ("", "[deploy]\nclass_rows = true\n", "class_rows = true\n"):
+        experiment = f"{REDGRAPE}[exchange]\npreset = 'private'\n{more}"
+        question = _question("sum", **{"sum": "a", "of": "train", "stage": "keys", "experiment": experiment, **lies})
+        header, parts = site.answer(question, {})
+        assert "error" in header and parts == {}, "no key of a sum is given"
+    assert (
+        "class_rows is false"
+        in site.answer(
+            _question("sum", sum="a", of="train", stage="keys", experiment=f"{REDGRAPE}[exchange]\npreset = 'private'"),
+            {},
+        )[0]["error"]
+    )
+    assert site.options is before
+
+
+def test_a_site_says_each_refusal_once(tmp_path: Path, deployment: Deployment, federated: Federated) -> None:
+    said: list[str] = []
+    role = site_role.SiteRole(SiteFolder(deployment.site("north")), federated.data("north"), said.append)
+    role._resident = SimpleNamespace(log=tmp_path / "log")  # type: ignore[assignment]
+    line = f"{wire.REFUSED}no"
+    for text in ("", line, f"{line}\n", f"{line}\nother words\n{line}\n", f"{line}\n{line}\n{line} more\n"):
+        (tmp_path / "log").write_text(text)
+        role._report_refusals()
+    role._resident = None
+    role.stop()
+    assert said == [line, f"{line} more"]
 
 
 def test_a_run_that_one_site_may_make_alone_is_warned_of(
@@ -151,7 +269,7 @@ def test_a_run_that_one_site_may_make_alone_is_warned_of(
     assert capsys.readouterr().err == ""
     assert cli.run(["deploy", "run", str(deployment.path), "--dry-run", "-c", "min_answers=1"]) == 0
     said = capsys.readouterr().err
-    assert said.startswith("warning: min_answers is 1: where a single site") and said.count("\n") == 1
+    assert said.startswith("warning: min_answers is 1: if a single site") and said.count("\n") == 1
 
 
 def test_without_flower_one_line_tells_what_to_install(
@@ -185,34 +303,38 @@ def test_letters_cross_whole_or_not_at_all() -> None:
 
 def test_states_are_kept_by_run_and_round(tmp_path: Path) -> None:
     states = SiteStates(tmp_path)
+    keys = {}
     for before, round in itertools.pairwise((None, 1, 2, 4, 7, 8, 9)):
-        states.save(RUN, round, {"c": torch.tensor([float(round)])}, reach=3, start=before)
+        keys[round] = states.save(RUN, round, {"c": torch.tensor([float(round)])}, reach=3, start=before)
     assert states.rounds(RUN) == [4, 7, 8, 9]  # the newest of those out of reach is what a resume may ask for
-    assert states.load(RUN, 4)["c"].tolist() == [4.0]
-    with pytest.raises(StorageError, match="no state of round 2"):
-        states.load(RUN, 2)
+    assert states.load(RUN, 4, keys[4])["c"].tolist() == [4.0]
+    with pytest.raises(StateMissing, match="not have its state of round 2"):
+        states.load(RUN, 2, keys[2])
+    for other in (keys[8], None, 0):
+        with pytest.raises(StateMissing, match="not the one that the server counted"):
+            states.load(RUN, 9, other)
     file = tmp_path / RUN / "round-000008"
     data = bytearray(file.read_bytes())
     data[40] ^= 1
     file.write_bytes(data)
-    with pytest.raises(StorageError, match="damaged"):
-        states.load(RUN, 8)
+    with pytest.raises(StateMissing, match="damaged"):
+        states.load(RUN, 8, keys[8])
     for name in ("../../etc", "", "a" * 17):
         with pytest.raises(StorageError, match="no name of a run"):
-            states.load(name, 1)
+            states.load(name, 1, 1)
 
 
 def test_the_state_that_counts_is_kept_however_many_do_not(tmp_path: Path) -> None:
     """Round 1 was accepted, 2 to 8 were not: the server names round 1 each time, and once more when it has gone back
     behind round 9, which it accepted."""
     states = SiteStates(tmp_path)
-    states.save(RUN, 1, {"c": torch.tensor(1.0)}, reach=3, start=None)
+    key = states.save(RUN, 1, {"c": torch.tensor(1.0)}, reach=3, start=None)
     for round in range(2, 10):
         states.save(RUN, round, {"c": torch.tensor(float(round))}, reach=3, start=1)
         assert states.rounds(RUN) == [1, round]
     states.save(RUN, 10, {"c": torch.tensor(10.0)}, reach=3, start=9)
     assert states.rounds(RUN) == [1, 9, 10]
-    assert float(states.load(RUN, 1)["c"]) == 1.0
+    assert float(states.load(RUN, 1, key)["c"]) == 1.0
 
 
 def test_classes_agree_by_name(tmp_path: Path) -> None:
@@ -241,23 +363,25 @@ def test_data_that_does_not_fit_is_refused(tmp_path: Path, arrays: dict[str, Any
 
 
 def test_a_failure_at_a_site_tells_the_server_no_path(
-    deployment: Deployment, sites: list[Site], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    deployment: Deployment,
+    sites: list[DeployedSite],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """What kind it was, and the rest in the site's log: a damaged state of its own, and what the system says."""
+    """A damaged state is named by its round. Of other failures only the kind; the rest is in the site's log."""
     site, run = sites[0], deployment.site("north") / "states" / RUN
     run.mkdir(parents=True)
     (run / "round-000005").write_bytes(b"damaged" * 9)
     model = {"broadcast": tree.to_bytes({})}
-    header, _ = site.answer(_question(state=5), model)
-    assert header["error"] == "StorageError at this site, whose log tells more"
-    assert str(run) in capsys.readouterr().err
+    header, _ = site.answer(_question(state=5, state_key=1), model)
+    assert "the file is damaged" in header["error"] and str(run) not in header["error"] and header["no_state"]
 
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device", str(run))
 
     monkeypatch.setattr(site, "_train", full)
     header, _ = site.answer(_question(), model)
-    assert header["error"] == "OSError at this site, whose log tells more"
+    assert header["error"] == "OSError at this site; its log has the details"
     assert f"No space left on device: '{run}'" in capsys.readouterr().err
 
 
@@ -303,7 +427,7 @@ REDGRAPE = f"{LINEAR}[method]\nname = 'redgrape'\n"
         ({"kind": "survey", "experiment": f"{LINEAR}[method]\nname = 'balanced_softmax'"}, "for its class_counts"),
         ({"kind": "survey", "experiment": f"{LINEAR}[method]\nname = 'logit_adjustment'"}, "fewer than 8 examples"),
         ({"experiment": "=" * 9}, "not valid TOML"),
-        ({"state": 5}, "no state of round 5"),
+        ({"state": 5, "state_key": 1}, "does not have its state of round 5"),
         ({"run": "../../x", "state": 5}, "StorageError at this site"),
         ({"deadline": 1e-3}, "not finished within"),
         ({"deadline": 0}, "'deadline' must be seconds above 0, and is 0"),
@@ -317,7 +441,7 @@ def test_a_site_answers_an_error_in_one_line(
     tmp_path: Path, federated: Federated, changes: dict[str, Any], said: str
 ) -> None:
     create(tmp_path / "d", options(test="somewhere"))
-    site = Site(SiteFolder(tmp_path / "d/sites/north"), federated.data("north"))
+    site = DeployedSite(SiteFolder(tmp_path / "d/sites/north"), federated.data("north"))
     model = {"broadcast": tree.to_bytes({})} if changes else {}
     header, parts = site.answer(_question(**changes), model)
     assert said in header["error"] and "\n" not in header["error"]
@@ -397,7 +521,7 @@ def test_more_sites_than_there_are_are_refused_before_anything_starts(
     values = {**more, "net": {"name": "linear"}, "method": {"name": "fedavg"}}
     (tmp_path / "d/experiment.toml").write_text(tomli_w.dumps(values))
     assert cli.run(["deploy", "run", str(tmp_path / "d")]) == 2
-    assert "there are 3 sites, of which" in capsys.readouterr().err
+    assert "there are 3 sites; " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["balanced_softmax", "logit_adjustment"])
@@ -441,7 +565,7 @@ class _Node(SimpleNamespace):
 class FakeGrid:
     """Sites in this process. For what is slow to try for real; it stands for nothing that test_deploy.py promises."""
 
-    def __init__(self, deployment: Deployment, sites: Iterable[Site]) -> None:
+    def __init__(self, deployment: Deployment, sites: Iterable[DeployedSite]) -> None:
         TaskIdentity.run_id = TaskIdentity.node_id = TaskIdentity.task_id = 1  # of the process that Flower starts
         self.sites = {100 + site.index: site for site in sites}
         self.keys = {
@@ -483,13 +607,13 @@ def _run(deployment: Deployment, grid: FakeGrid, name: str, **changes: Any) -> t
 
 
 @pytest.fixture
-def sites(deployment: Deployment, federated: Federated) -> list[Site]:
-    return [Site(SiteFolder(deployment.site(name)), federated.data(name)) for name in SITES]
+def sites(deployment: Deployment, federated: Federated) -> list[DeployedSite]:
+    return [DeployedSite(SiteFolder(deployment.site(name)), federated.data(name)) for name in SITES]
 
 
 @pytest.mark.parametrize("method", ["scaffold", "redgrape", "logit_adjustment"])
 def test_the_engine_gives_the_bits_of_the_local_one(
-    deployment: Deployment, sites: list[Site], federated: Federated, method: str
+    deployment: Deployment, sites: list[DeployedSite], federated: Federated, method: str
 ) -> None:
     """With client state, with prototypes, with a survey."""
     chosen = {"name": method, "batch_size": 8}
@@ -509,7 +633,7 @@ def test_evaluations_at_the_sites_keep_to_the_floor(tmp_path: Path, federated: F
     rows from 8 on are sent, and of cedar nobody's. All that reads the run copes with a class without a figure."""
     create(tmp_path / "d", options())
     deployment = Deployment(tmp_path / "d")
-    sites = [Site(SiteFolder(deployment.site(name)), federated.data(name)) for name in SITES]
+    sites = [DeployedSite(SiteFolder(deployment.site(name)), federated.data(name)) for name in SITES]
     sent: list[list[int]] = []
 
     class Watching(FakeGrid):
@@ -546,7 +670,7 @@ def test_the_card_says_what_is_known_of_test_set_and_tail(
 ) -> None:
     create(tmp_path / "d", options(test=str(federated.folder / "test.npz"), tail=tail))
     deployment = Deployment(tmp_path / "d")
-    sites = [Site(SiteFolder(deployment.site(name)), federated.data(name)) for name in SITES]
+    sites = [DeployedSite(SiteFolder(deployment.site(name)), federated.data(name)) for name in SITES]
     folder, _ = _run(deployment, FakeGrid(deployment, sites), "a", rounds=1, method={"name": "fedavg"})
     assert cli.run(["export", str(folder.path), str(tmp_path / "model")]) == 0
     card = (tmp_path / "model/README.md").read_text()
@@ -557,12 +681,12 @@ def test_the_card_says_what_is_known_of_test_set_and_tail(
 
 def test_a_site_that_is_below_the_floor_in_every_class_evaluates_none(tmp_path: Path, federated: Federated) -> None:
     create(tmp_path / "d", options(min_count=100))
-    site = Site(SiteFolder(tmp_path / "d/sites/north"), federated.data("north"))
+    site = DeployedSite(SiteFolder(tmp_path / "d/sites/north"), federated.data("north"))
     header, parts = site.answer(_question("evaluate"), {"model": tree.to_bytes({})})
-    assert "tests no class of which it trains with 100 examples" in header["error"] and parts == {}
+    assert "no test example of a class with 100 training examples" in header["error"] and parts == {}
 
 
-class Surveyed(Site):
+class Surveyed(DeployedSite):
     """Answers the survey with something else."""
 
     def _survey(self, question: Any) -> Any:
@@ -571,7 +695,7 @@ class Surveyed(Site):
 
 
 def test_a_survey_that_cannot_be_stops_the_run_by_the_site_s_name(
-    deployment: Deployment, sites: list[Site], federated: Federated
+    deployment: Deployment, sites: list[DeployedSite], federated: Federated
 ) -> None:
     liar = Surveyed(SiteFolder(deployment.site("west")), federated.data("west"))
     with pytest.raises(TooFewClients, match=r"the answer of site 'west' to the survey .* must count examples"):
@@ -579,14 +703,14 @@ def test_a_survey_that_cannot_be_stops_the_run_by_the_site_s_name(
 
 
 def test_a_method_that_asks_nothing_before_the_first_round_is_deployed(
-    deployment: Deployment, sites: list[Site]
+    deployment: Deployment, sites: list[DeployedSite]
 ) -> None:
     grid = FakeGrid(deployment, sites)
     _run(deployment, grid, "a", method={"name": "balanced_softmax", "prior": "local"})
     assert "survey" not in {kind for _, kind in grid.kinds}
 
 
-class Joining(Site):
+class Joining(DeployedSite):
     """Says something else of itself when it joins."""
 
     says: dict[str, Any]
@@ -610,18 +734,18 @@ def _impatient(deployment: Deployment) -> Deployment:
 @pytest.mark.parametrize(
     ("says", "words"),
     [
-        ({"examples": 10**9 + 1}, "says that it has 1000000001 examples, which cannot be"),
-        ({"examples": 0}, "says that it has 0 examples, which cannot be"),
-        ({"examples": None}, "says that it has None examples, which cannot be"),
+        ({"examples": 10**9 + 1}, "declares 1000000001 examples, which is not possible"),
+        ({"examples": 0}, "declares 0 examples, which is not possible"),
+        ({"examples": None}, "declares None examples, which is not possible"),
         ({"examples": True}, "gave an answer that cannot be read: 'examples' must be a whole number, and is True"),
         ({"agreement": [1]}, "gave an answer that cannot be read: 'agreement' must be a table, and is [1]"),
         ({"evaluates": 0}, "gave an answer that cannot be read: 'evaluates' must be true or false, and is 0"),
-        ({"tests": -1}, "says that it has -1 tests, which cannot be"),
+        ({"tests": -1}, "declares -1 tests, which is not possible"),
         ({"redgrape": "0.0.7"}, "has redgrape 0.0.7, and the server "),
     ],
 )
 def test_what_a_site_cannot_be_is_refused_by_name(
-    deployment: Deployment, sites: list[Site], federated: Federated, says: dict[str, Any], words: str
+    deployment: Deployment, sites: list[DeployedSite], federated: Federated, says: dict[str, Any], words: str
 ) -> None:
     liar = _joining(deployment, federated, **says)
     folder, said = _run(_impatient(deployment), FakeGrid(deployment, [*sites[:2], liar]), "a", rounds=1)
@@ -630,7 +754,7 @@ def test_what_a_site_cannot_be_is_refused_by_name(
 
 
 def test_what_sites_declare_is_told_and_recorded(
-    deployment: Deployment, sites: list[Site], federated: Federated
+    deployment: Deployment, sites: list[DeployedSite], federated: Federated
 ) -> None:
     folder, said = _run(deployment, FakeGrid(deployment, sites), "a", rounds=1)
     assert "examples that sites have declared: north 45 (39%), south 34 (29%), west 37 (32%)" in said
@@ -646,7 +770,7 @@ def test_what_sites_declare_is_told_and_recorded(
 
 
 def test_a_site_s_first_declaration_counts_for_the_run(
-    deployment: Deployment, sites: list[Site], federated: Federated
+    deployment: Deployment, sites: list[DeployedSite], federated: Federated
 ) -> None:
     """Also where the server's part was started again. A site that lies about it from the start is held to its lie."""
     deployment = _impatient(deployment)
@@ -655,12 +779,12 @@ def test_a_site_s_first_declaration_counts_for_the_run(
     folder.write_experiment(folder.experiment().with_rounds(2))
     more = _joining(deployment, federated, examples=10**6)
     _, said = _run(deployment, FakeGrid(deployment, [*sites[:2], more]), "a")
-    words = "site 'west' joined this run with 37 examples and 0 to test on, and says 1000000 and 0 now"
+    words = "site 'west' joined this run with 37 examples and 0 to test on, but now declares 1000000 and 0"
     assert any(words in line for line in said)
     assert [record["answered"] for record in folder.metrics()] == [[0, 1, 2], [0, 1]]
 
 
-class Evaluating(Site):
+class Evaluating(DeployedSite):
     """Has counted each of its test examples a hundred times."""
 
     def _evaluate(self, question: Any, model: Any) -> Any:
@@ -671,13 +795,13 @@ class Evaluating(Site):
 def test_an_evaluation_has_as_many_examples_as_its_site_has_declared(tmp_path: Path, federated: Federated) -> None:
     create(tmp_path / "d", options(min_count=1))
     deployment = Deployment(tmp_path / "d")
-    kinds = [Site, Site, Evaluating]
+    kinds = [DeployedSite, DeployedSite, Evaluating]
     sites = [
         kind(SiteFolder(deployment.site(name)), federated.data(name)) for kind, name in zip(kinds, SITES, strict=True)
     ]
     folder, said = _run(deployment, FakeGrid(deployment, sites), "a", rounds=1)
     tests = [len(site.test) for site in sites]
-    words = f"the evaluation of site 'west' is not taken: 'confusion' counts {100 * tests[2]} examples, and the site"
+    words = f"the evaluation of site 'west' was rejected: 'confusion' counts {100 * tests[2]} examples, but the site"
     assert any(words in line for line in said)
     summary = folder.summary()
     assert summary is not None
@@ -685,7 +809,7 @@ def test_an_evaluation_has_as_many_examples_as_its_site_has_declared(tmp_path: P
     assert any(line.startswith("tests that sites have declared: north ") for line in said)
 
 
-class Answering(Site):
+class Answering(DeployedSite):
     """Changes its answers to the second round."""
 
     lie: str
@@ -712,7 +836,7 @@ class Answering(Site):
     ],
 )
 def test_an_answer_that_is_none_is_left_out_and_the_run_goes_on(
-    deployment: Deployment, sites: list[Site], federated: Federated, lie: str, where: str, words: str
+    deployment: Deployment, sites: list[DeployedSite], federated: Federated, lie: str, where: str, words: str
 ) -> None:
     liar = Answering(SiteFolder(deployment.site("west")), federated.data("west"))
     liar.lie = lie
@@ -724,7 +848,7 @@ def test_an_answer_that_is_none_is_left_out_and_the_run_goes_on(
 class Expired(FakeGrid):
     """Flower's own answer to the first question to each node: the message has expired."""
 
-    def __init__(self, deployment: Deployment, sites: Iterable[Site]) -> None:
+    def __init__(self, deployment: Deployment, sites: Iterable[DeployedSite]) -> None:
         super().__init__(deployment, sites)
         self.asked: set[int] = set()
 
@@ -738,7 +862,7 @@ class Expired(FakeGrid):
 
 
 def test_a_node_for_which_flower_has_an_error_is_asked_again(
-    deployment: Deployment, sites: list[Site], federated: Federated
+    deployment: Deployment, sites: list[DeployedSite], federated: Federated
 ) -> None:
     """Busy with a run whose server has died, all nodes can miss the first question of the next; none is refused."""
     grid = Expired(deployment, sites)
@@ -746,13 +870,13 @@ def test_a_node_for_which_flower_has_an_error_is_asked_again(
     assert [kind for _, kind in grid.kinds[:6]] == ["join"] * 6
     assert not any("refused" in words for words in said)
     for name in SITES:
-        assert f"site '{name}' failed: Message Unavailable (code 0), and is asked again who it is" in said
+        assert f"site '{name}' failed: Message Unavailable (code 0); asking it again who it is" in said
     state, _ = folder.latest()
     assert state is not None
     assert tree.equal(state.server, locally(folder.experiment(), federated))
 
 
-def test_a_silent_site_is_left_out_at_the_deadline(deployment: Deployment, sites: list[Site]) -> None:
+def test_a_silent_site_is_left_out_at_the_deadline(deployment: Deployment, sites: list[DeployedSite]) -> None:
     toml = (deployment.path / "deploy.toml").read_text()
     (deployment.path / "deploy.toml").write_text(toml.replace("round = 3600.0", "round = 0.5"))
     deployment = Deployment(deployment.path)
@@ -763,18 +887,18 @@ def test_a_silent_site_is_left_out_at_the_deadline(deployment: Deployment, sites
     assert sum("site 'south' was not there" in words for words in said) == 3
 
 
-def test_the_key_decides_who_a_site_is(deployment: Deployment, sites: list[Site]) -> None:
+def test_the_key_decides_who_a_site_is(deployment: Deployment, sites: list[DeployedSite]) -> None:
     grid = FakeGrid(deployment, sites)
     grid.keys[100], grid.keys[102] = grid.keys[102], grid.keys[100]
     toml = (deployment.path / "deploy.toml").read_text()
     (deployment.path / "deploy.toml").write_text(toml.replace("join = 300.0", "join = 0.5"))
     folder, said = _run(Deployment(deployment.path), grid, "a")
     assert [record["answered"] for record in folder.metrics()] == [[1]] * 3
-    assert any("it says that it is site 'north', and its key is that of 'west'" in words for words in said)
+    assert any("it says that it is site 'north', but its key is that of 'west'" in words for words in said)
     assert {kind for node, kind in grid.kinds if node != 101} == {"join"}, "nothing of the model was sent to them"
 
 
-def test_too_few_sites_stop_the_run_with_its_state_intact(deployment: Deployment, sites: list[Site]) -> None:
+def test_too_few_sites_stop_the_run_with_its_state_intact(deployment: Deployment, sites: list[DeployedSite]) -> None:
     toml = (deployment.path / "deploy.toml").read_text()
     (deployment.path / "deploy.toml").write_text(toml.replace("join = 300.0", "join = 0.5"))
     deployment = Deployment(deployment.path)
@@ -835,7 +959,7 @@ def test_a_site_runs_the_app_that_it_knows_and_no_other(
         assert tasks == [] and "by another name" in errors[0]
     (app / "redgrape_app/client.py").write_text("print('run')\n")
     tasks, errors = Sent(app).pulled(own)
-    assert tasks == [] and f"this site runs {own} alone (app in its site.toml)" in errors[0]
+    assert tasks == [] and f"this site runs only {own} (app in its site.toml)" in errors[0]
     assert capsys.readouterr().out.count(NOT_RUN) == 4
     with pytest.raises(SystemExit, match="could not be held"):
         pin(SimpleNamespace(), own)
@@ -851,7 +975,7 @@ def test_a_site_tells_of_an_app_that_it_did_not_run_once(deployment: Deployment,
         "all else",
         f"{NOT_RUN}two",
     ):
-        role._tell_of_other_app(words)
+        role._report_other_app(words)
     assert said == ["NOT RUN: the one", "NOT RUN: two"]
     role.stop()
 
@@ -945,7 +1069,7 @@ time.sleep(600)
 class Hanging(FakeGrid):
     """A SuperLink that takes a call and never comes back from it."""
 
-    def __init__(self, deployment: Deployment, sites: Iterable[Site], call: str) -> None:
+    def __init__(self, deployment: Deployment, sites: Iterable[DeployedSite], call: str) -> None:
         super().__init__(deployment, sites)
         self._never = threading.Event()
         setattr(self, call, lambda *_: self._never.wait(600))
@@ -953,7 +1077,7 @@ class Hanging(FakeGrid):
 
 @pytest.mark.parametrize("call", ["get_nodes", "push_messages", "pull_messages"])
 def test_a_superlink_that_hangs_stops_the_run(
-    deployment: Deployment, sites: list[Site], monkeypatch: pytest.MonkeyPatch, call: str
+    deployment: Deployment, sites: list[DeployedSite], monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
     monkeypatch.setattr("redgrape.deploy.protocol.transport.LINK", 0.2)
     monkeypatch.setattr("redgrape.deploy.protocol.members.JOIN", 0.2)
@@ -976,7 +1100,7 @@ class Ended(Exception):
 class Stuck:
     """A process that has not ended; what is asked of its owner."""
 
-    log = "a log"
+    log = Path(os.devnull)
 
     def __init__(self) -> None:
         self.stopped = 0
@@ -1082,7 +1206,7 @@ def test_a_resident_process_promises_when_it_will_be_done(
 ) -> None:
     """Also while it has nothing to do; a question extends the promise by its deadline."""
     monkeypatch.setattr(resident, "BEAT", 0.02)
-    site = Site(SiteFolder(deployment.site("north")), federated.data("north"))
+    site = DeployedSite(SiteFolder(deployment.site("north")), federated.data("north"))
     given: list[float] = []
 
     class Heard(deadlines.Promise):
@@ -1100,7 +1224,7 @@ def test_a_resident_process_promises_when_it_will_be_done(
                 time.sleep(0.01)
             with socket.socket(socket.AF_UNIX) as connection:
                 connection.connect(str(tmp_path / "s"))
-                wire.send(connection, _question("join", deadline=1000.0), {})
+                wire.send(connection, _question("join", deadline=1000.0, secure_aggregation=False), {})
                 wire.receive(connection)
 
         asking = threading.Thread(target=ask)
@@ -1140,7 +1264,7 @@ def test_a_run_that_tells_nothing_for_longer_than_its_deadlines_is_given_up(
     submission = _submission(deployment, link)
     assert submission._longest > 3600 + 300 + 600
     monkeypatch.setattr(submission, "_longest", 0.5)
-    with pytest.raises(RedgrapeError, match=r"has told nothing for 0.5 seconds and was given up"):
+    with pytest.raises(RedgrapeError, match=r"has reported nothing for 0.5 seconds and was given up"):
         submission.carry_out(lambda step: None, lambda words: None)
     assert link.stopped == 1
 
@@ -1227,7 +1351,7 @@ def test_a_site_that_waits_for_its_server_says_so_again(
     role = site_role.SiteRole(SiteFolder(deployment.site("north")), federated.data("north"), said.append)
     answers = iter(["refused"] * 5 + [None])
     monkeypatch.setattr(site_role, "check_server", lambda folder: next(answers))
-    monkeypatch.setattr(site_role, "TOLD_EVERY", 0.0)
+    monkeypatch.setattr(site_role, "REPORT_EVERY", 0.0)
     monkeypatch.setattr(time, "sleep", lambda seconds: None)
     role._await_server()
     assert len(said) == 5

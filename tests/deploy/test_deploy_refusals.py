@@ -14,7 +14,7 @@ import pytest
 pytest.importorskip("flwr")
 
 import tomli_w
-from deployments import Federated, Local, Running, family, first_updates, free_port, wait_for
+from deployments import OPEN, Federated, Local, Running, family, first_updates, free_port, wait_for
 from flwr.supercore.protobuf.constants import PROTOBUF_MEDIA_TYPE
 from test_deploy_doors import connect, head
 from test_deploy_doors import status as status_of
@@ -34,7 +34,7 @@ SMALL = ["-c", "net.name='mlp'", "-c", "method.lr=0.1", "-c", "method.batch_size
 def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Local]:
     folder = tmp_path_factory.mktemp("refusals")
     federated = Federated(folder / "data")
-    with Local(folder, federated, "--test", folder / "data/test.npz") as deployment:
+    with Local(folder, federated, *OPEN, "--test", folder / "data/test.npz") as deployment:
         deployment.set(deadlines__join=15)
         deployment.start_server()
         for name in ("north", "south"):
@@ -154,7 +154,7 @@ def test_a_swapped_key_is_refused(deployment: Local, west: Path, tally: Callable
     site.says("taking part")
     wait_for(lambda: "SuperNode ID" in (west / "supernode.log").read_text(), "a connection", 90)
     text = deployment.run("swapped", *SMALL, "--rounds", 1, "-c", "min_answers=1")
-    assert "it says that it is site 'west', and its key is that of 'south'" in text
+    assert "it says that it is site 'west', but its key is that of 'south'" in text
     assert deployment.metrics("swapped")[0]["answered"] == [0]
     assert not _model_was_sent(west)
     site.end()
@@ -262,7 +262,7 @@ def test_another_user_of_a_site_s_machine_reaches_nothing(deployment: Local, tal
 
 
 def test_a_connection_without_a_key_fills_no_memory(deployment: Local, tally: Callable[..., None]) -> None:
-    """A request of a gigabyte, in chunks and so without its length."""
+    """An endless request, in chunks and so without its length. The server reads on for a moment, and then hangs up."""
     context = ssl.create_default_context(cafile=str(deployment.path / "server/ca.crt"))
     (link,) = [pid for pid in _family(deployment) if b"superlink\0--host" in _words(pid)]
     before, sent = _memory(link), 0
@@ -274,13 +274,13 @@ def test_a_connection_without_a_key_fills_no_memory(deployment: Local, tally: Ca
         connection.sendall(f"{begin}content-type: {PROTOBUF_MEDIA_TYPE}\r\n\r\n".encode())
         begun = time.monotonic()
         try:
-            while sent < 1 << 30 and time.monotonic() < begun + 60:
+            while time.monotonic() < begun + 60:
                 connection.sendall(b"100000\r\n" + bytes(1 << 20) + b"\r\n")
                 sent += 1 << 20
         except (OSError, ssl.SSLError):
             pass
     grown = _memory(link) - before
-    assert sent < 1 << 30 and grown < 1 << 25, (sent, grown)
+    assert grown < 1 << 25, (sent, grown)
     assert time.monotonic() < begun + 30
     tally("a connection without a key fills no memory", 1, 1)
 

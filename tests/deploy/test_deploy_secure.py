@@ -71,7 +71,7 @@ class Watched(Local):
     """A deployment with secure aggregation whose server writes down what it receives."""
 
     def __init__(self, folder: Path, federated: Federated, *flags: object) -> None:
-        super().__init__(folder, federated, "--secure-aggregation", *flags)
+        super().__init__(folder, federated, "--class-rows", *flags)
         self.letters = folder / "letters"
         self.letters.mkdir()
         self.set_app(server=RECORDER.format(folder=str(self.letters)))
@@ -141,7 +141,7 @@ def test_a_round_is_the_local_one_s_to_the_stated_bound(
 
 def test_what_the_server_receives_of_a_site_is_masked(deployment: Watched, tally: Callable[..., None]) -> None:
     deployment.forget()
-    deployment.run("watched", *SMALL, "--rounds", 2)
+    deployment.run("watched", *SMALL, "--rounds", 2, "--method", "redgrape")
     letters = deployment.received()
     assert {letter.asked["kind"] for letter in letters} == {"join", "sum"}
     assert {letter.asked["of"] for letter in letters if letter.asked["kind"] == "sum"} == {"train"}
@@ -166,7 +166,7 @@ def test_what_the_server_receives_of_a_site_is_masked(deployment: Watched, tally
                 assert not any(piece in data for data in other.parts.values() if len(piece) > 16), name
         hidden += 1
     for letter in letters:
-        known = {"site", "round", "protocol", "layout", "has_state"}
+        known = {"site", "round", "protocol", "layout", "state_key"}
         if letter.asked["kind"] == "join":
             assert letter.header.keys().isdisjoint({"examples", "tests"}) and letter.parts == {}
         else:

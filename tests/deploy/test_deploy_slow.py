@@ -14,7 +14,7 @@ import pytest
 
 pytest.importorskip("flwr")
 
-from deployments import SITES, Federated, Local, Running, locally, still_there, wait_for
+from deployments import OPEN, SITES, Federated, Local, Running, locally, still_there, wait_for
 
 from redgrape import tree
 from redgrape.engines import Answer, Lost
@@ -33,7 +33,7 @@ def federated(tmp_path_factory: pytest.TempPathFactory) -> Federated:
 
 
 def _deployment(folder: Path, federated: Federated, *flags: object) -> Local:
-    return Local(folder, federated, "--test", federated.folder / "test.npz", *flags)
+    return Local(folder, federated, *OPEN, "--test", federated.folder / "test.npz", *flags)
 
 
 @pytest.mark.parametrize("limits", ["lowest", "defaults"])
@@ -57,7 +57,7 @@ def test_five_rounds_of_each_method_have_the_bits_of_the_local_engine(
 def test_models_are_evaluated_at_the_sites_where_the_server_has_no_test_set(
     tmp_path: Path, federated: Federated
 ) -> None:
-    words = ["--like", federated.folder / "test.npz"]
+    words = [*OPEN, "--like", federated.folder / "test.npz"]
     with Local(tmp_path, federated, *words) as deployment:
         deployment.start()
         deployment.run("a", *SMALL, "--rounds", 2)
@@ -191,6 +191,8 @@ def test_a_killed_server_goes_on_to_the_same_bits(
         assert deployment.server is not None
         deployment.server.kill_all()  # the SuperLink and all: the same command goes on once it is there again
         assert run.process.wait(timeout=300) != 0
+        for site in deployment.sites.values():
+            site.says("not connected; trying again")  # the server is away for longer than a SuperNode tries
         deployment.start_server()
         deployment.run("b", *words)
         said = json.loads(deployment.command("deploy", "status", deployment.path, "--json"))
@@ -224,7 +226,7 @@ def test_a_lying_site_is_rejected_by_name_and_the_run_goes_on(
         for lie, reason in LIES.items():
             liar = deployment.start_liar("west", lie)
             name = lie.replace(" ", "-")
-            text = deployment.run(name, *SMALL, "--rounds", 3)
+            text = deployment.run(name, *SMALL, "--rounds", 3, "--method", "redgrape")
             liar.end()
             records = deployment.metrics(name)
             assert [record["answered"] for record in records] == [[0, 1, 2], [0, 1], [0, 1]], (lie, records, text)

@@ -23,16 +23,16 @@ from redgrape.deploy.protocol.messages import (
     TrainAnswer,
     TrainQuestion,
 )
-from redgrape.deploy.protocol.wire import NotUnderstood
+from redgrape.deploy.protocol.wire import PROTOCOL, NotUnderstood
 
 OF_RUN: dict[str, Any] = {"deadline": 2.5, "run": "a", "experiment": "[net]"}
-TRAIN = TrainQuestion(**OF_RUN, round=3, reach=4, state=2)
+TRAIN = TrainQuestion(**OF_RUN, round=3, reach=4, state=2, state_key=9)
 SUM = SumQuestion.about(TRAIN, "s", Stage("revealed", [0, 2], [1]), deadline=9.0)
 QUESTIONS = [
-    JoinQuestion(deadline=30.0),
+    JoinQuestion(deadline=30.0, secure_aggregation=True),
     SurveyQuestion(**OF_RUN),
     TRAIN,
-    replace(TRAIN, state=None),
+    replace(TRAIN, state=None, state_key=None),
     EvaluateQuestion(**OF_RUN),
     SUM,
 ]
@@ -55,9 +55,9 @@ ANSWERS = [
     JOIN,
     replace(JOIN, examples=None, tests=None),
     SurveyAnswer(site=0),
-    TrainAnswer(site=0, round=3, has_state=True),
+    TrainAnswer(site=0, round=3, state_key=7),
     EvaluateAnswer(site=2),
-    SumAnswer(site=2, layout=[["x", "real", [3]]], has_state=True),
+    SumAnswer(site=2, layout=[["x", "real", [3]]], state_key=5),
 ]
 
 
@@ -74,8 +74,8 @@ def test_what_is_read_is_what_was_written_and_nothing_else_is_taken(message: Any
         if field.name in header:
             with pytest.raises(NotUnderstood, match=f"'{field.name}' must be"):
                 type(message).from_header(header | {field.name: object()})
-    with pytest.raises(NotUnderstood, match="protocol 2"):
-        type(message).from_header(header | {"protocol": 2})
+    with pytest.raises(NotUnderstood, match="protocol 99"):
+        type(message).from_header(header | {"protocol": 99})
 
 
 @pytest.mark.parametrize("question", QUESTIONS, ids=lambda question: question.kind)
@@ -104,4 +104,4 @@ def test_a_failure_is_read_whatever_protocol_its_site_speaks() -> None:
     header = {"protocol": 7, "site": 1, "round": 3, "error": "too old"}
     assert messages.read_answer(header, TrainAnswer) == Failure(site=1, error="too old")
     with pytest.raises(NotUnderstood, match="'error' must be text"):
-        messages.read_answer({"protocol": 1, "error": [1]}, TrainAnswer)
+        messages.read_answer({"protocol": PROTOCOL, "error": [1]}, TrainAnswer)

@@ -28,7 +28,7 @@ from redgrape.cli import main as cli
 from redgrape.deploy.protocol import secure_sum, wire
 from redgrape.deploy.protocol.messages import Reply, Stage, SumAnswer, SumQuestion
 from redgrape.deploy.protocol.secure_sum import STAGES, Member, SumFailed, Summed, threshold
-from redgrape.deploy.protocol.site import Site
+from redgrape.deploy.protocol.site import DeployedSite
 from redgrape.deploy.setup.create import create, deployed
 from redgrape.deploy.setup.folder import Deployment, SiteFolder
 from redgrape.engines import Lost
@@ -293,7 +293,7 @@ def federated(tmp_path: Path) -> Federated:
     return Federated(tmp_path / "data")
 
 
-def _deployed(tmp_path: Path, federated: Federated, **changes: Any) -> tuple[Deployment, list[Site]]:
+def _deployed(tmp_path: Path, federated: Federated, **changes: Any) -> tuple[Deployment, list[DeployedSite]]:
     values = {
         "test": str(federated.folder / "test.npz"),
         "min_count": 1,
@@ -302,7 +302,7 @@ def _deployed(tmp_path: Path, federated: Federated, **changes: Any) -> tuple[Dep
     } | changes
     create(tmp_path / "deployment", options(**values))
     deployment = Deployment(tmp_path / "deployment")
-    return deployment, [Site(SiteFolder(deployment.site(name)), federated.data(name)) for name in SITES]
+    return deployment, [DeployedSite(SiteFolder(deployment.site(name)), federated.data(name)) for name in SITES]
 
 
 METHODS: dict[str, dict[str, Any]] = {
@@ -364,8 +364,8 @@ def test_evaluations_at_the_sites_are_summed_too(tmp_path: Path, federated: Fede
 def test_a_site_that_insists_answers_in_sums_alone(tmp_path: Path, federated: Federated, kind: str) -> None:
     _, sites = _deployed(tmp_path, federated)
     header, parts = sites[0].answer(_question(kind), {})
-    assert "answers in secure sums alone" in header["error"] and parts == {}
-    said, _ = sites[0].answer(_question("join"), {})
+    assert "answers only in secure sums" in header["error"] and parts == {}
+    said, _ = sites[0].answer(_question("join", secure_aggregation=True), {})
     assert said.keys().isdisjoint({"examples", "tests"}) and said["secure_aggregation"] is True
 
 
@@ -407,7 +407,9 @@ def test_a_site_adds_up_only_what_it_is_known_for(tmp_path: Path, federated: Fed
 class Leaving(FakeGrid):
     """From a round on, a site gives no answer from this stage on."""
 
-    def __init__(self, deployment: Deployment, sites: Sequence[Site], leaves: int, stage: str, round: int = 2) -> None:
+    def __init__(
+        self, deployment: Deployment, sites: Sequence[DeployedSite], leaves: int, stage: str, round: int = 2
+    ) -> None:
         super().__init__(deployment, sites)
         self._leaves, self._stage, self._round = leaves, stage, round
 
@@ -447,14 +449,14 @@ def test_with_too_few_sites_a_round_fails_and_the_run_goes_on_later(tmp_path: Pa
     assert [record["answered"] for record in folder.metrics()] == [[0, 1, 2]] * 3
 
 
-class Liar(Site):
+class Liar(DeployedSite):
     """Adds something else than its update to the sums of the second round."""
 
     lie: Callable[[dict[str, Any]], dict[str, Any]]
 
     def _summand(self, question: Any, parts: Any) -> Any:
-        has_state, summand = super()._summand(question, parts)
-        return has_state, self.lie(dict(summand)) if question.round == 2 else summand
+        state_key, summand = super()._summand(question, parts)
+        return state_key, self.lie(dict(summand)) if question.round == 2 else summand
 
 
 LIES: dict[str, tuple[Callable[[dict[str, Any]], dict[str, Any]], str]] = {
@@ -486,7 +488,7 @@ def test_a_sum_that_cannot_be_stops_the_run_with_its_state_intact(
 
 
 def test_a_sum_of_surveys_that_cannot_be_stops_the_run(tmp_path: Path, federated: Federated) -> None:
-    class Surveyed(Site):
+    class Surveyed(DeployedSite):
         def _survey(self, question: Any) -> Any:
             answer, survey = super()._survey(question)
             return answer, {"class_counts": survey["class_counts"] - 1000}

@@ -30,7 +30,7 @@ from redgrape.exchange import (
 from redgrape.exchange.checks import LONGEST, TooLong
 from redgrape.learning.features import features
 from redgrape.methods.fedavg import FedAvg
-from redgrape.privacy.disclosure import told_by
+from redgrape.privacy.disclosure import disclosures
 from redgrape.testing import engines as testing_engines
 from redgrape.training import PLAIN, RunState, Training, exchanged
 from redgrape.tree import Tree
@@ -188,11 +188,11 @@ def test_class_means_are_disclosed_by_name() -> None:
     """A row of one example is that example's features; a mean of more cannot be solved for them."""
     method, site = ClassMeans(), toys.server_site(5, C)
     parts, survey = exchanged(method, site)
-    told = told_by(PLAIN, parts, survey, method.needs_single(), C)
+    told = disclosures(PLAIN, parts, survey, method.needs_single(), C)
     assert "a row for each of its classes ('means')" in told["beyond_averaging"]
     assert "that example's exact feature vector follows from it" in told["beyond_averaging"]
     assert told["class_reports"]["solvable_up_to"] == 1
-    floors = told_by(Exchange(preset="private"), parts, survey, "", C)
+    floors = disclosures(Exchange(preset="private"), parts, survey, "", C)
     assert "They were sent from 8 examples of a class on" in floors["beyond_averaging"]
     assert (floors["class_reports"]["min_count"], floors["class_reports"]["fewest_contributors"]) == (8, 3)
     assert [m.name for m in Exchange(clip=1.0, noise=1.0).mechanisms(parts, C)] == ["model", "means"]
@@ -405,7 +405,15 @@ REFUSED: list[tuple[dict[str, Any], Parts, dict[str, Any], str]] = [
     ({"rule": "multi_krum"}, WEIGHING, {}, "exchange.rule=multi_krum keeps the clients' weights"),
     ({"rule": "median"}, REAL, {}, "the server adds parts of the updates up, and exchange.rule=median gives no sum"),
     ({"rule": "trimmed_mean"}, WHOLE, {}, "the server adds parts of the updates up, and exchange.rule=trimmed_mean gi"),
-    ({"rule": "norm_clipping"}, RUNNING, {}, "clients keep track of what they add to a running sum"),
+    *[
+        (
+            {"rule": rule},
+            RUNNING,
+            {},
+            f"a running sum keeps what a malicious client once added, and exchange.rule={rule} ",
+        )
+        for rule in ("median", "trimmed_mean", "krum", "multi_krum", "norm_clipping")
+    ],
     ({"clip": 1.0}, RUNNING, {}, "clients keep track of what they add to a running sum"),
     ({"rule": "norm_clipping"}, WHOLE, {}, "the server sums whole numbers of the updates"),
     ({"clip": 1.0}, WHOLE, {}, "the server sums whole numbers of the updates"),
@@ -439,7 +447,7 @@ TOGETHER: list[tuple[dict[str, Any], Parts, dict[str, Any]]] = [
     (NOISE, {**DELTA, "buffers": Statistics({}, {})}, {}),
     ({"class_clip": 1.0, "class_noise": 1.0}, STATISTICS, SINGLE),  # there are no class rows to hide
     *[({"rule": rule}, COUNTED | STATISTICS, SINGLE) for rule in ("median", "trimmed_mean", "norm_clipping")],
-    *[({"rule": rule}, {**WHOLE, "change": RUNNING["tally"]}, {}) for rule in ("krum", "multi_krum")],
+    *[({"rule": rule}, {**WHOLE, **REAL}, {}) for rule in ("krum", "multi_krum")],
     ({"rule": "norm_clipping"}, REAL, {}),
     *[({"rule": rule}, WEIGHING, {}) for rule in ("median", "trimmed_mean", "krum")],
 ]

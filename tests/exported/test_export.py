@@ -24,7 +24,7 @@ from redgrape.exported.card import plain
 from redgrape.exported.export import export
 from redgrape.exported.inference import evaluate_model, predict_file, read_inputs, read_labelled
 from redgrape.exported.model import Model, load_model
-from redgrape.learning import evaluation
+from redgrape.learning import sums
 from redgrape.method import ServerSite
 from redgrape.runs.experiment import Experiment
 from redgrape.runs.folder import RunFolder
@@ -121,7 +121,7 @@ def run_logits(run: SimpleNamespace, name: str) -> torch.Tensor:
     site = ServerSite(lambda: nets.build(name, shape, 3, 0), 3, 3, 0, 0, 1, cpu)
     with same_bits_everywhere():
         net = site.load(run.server["model"]).eval()
-        return torch.cat([evaluation.logits(net, test, start, cpu) for start in evaluation.batch_starts(test)])
+        return torch.cat([sums.logits(net, test, start, cpu) for start in sums.batch_starts(test)])
 
 
 def raw(run: SimpleNamespace) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,11 +15,13 @@ import redgrape as rg
 from redgrape import tree
 from redgrape.determinism import same_bits_everywhere
 from redgrape.engines import ClientHalf
+from redgrape.engines.in_process import InProcess
 from redgrape.errors import ConfigError
+from redgrape.method import ServerSite
 from redgrape.methods.redgrape import RedGrape
 from redgrape.methods.vine import Vine
 from redgrape.testing import engines as testing_engines
-from redgrape.training import Training, exchanged
+from redgrape.training import Training, exchanged, first_state
 
 C, D = 4, 6
 SIZES = [[12, 5, 0, 0], [3, 0, 9, 1], [0, 8, 2, 0], [6, 1, 1, 0], [9, 4, 0, 2]]
@@ -47,8 +50,8 @@ def federation(sizes: list[list[int]] = SIZES) -> rg.Federation:
     return rg.Federation([draw(row) for row in sizes], draw([3] * C), C)
 
 
-def trained(method: Any, rounds: int = 5, **options: Any) -> list[Any]:
-    with Training(method, federation(), net, rounds=rounds, seed=4, **options) as training:
+def trained(method: Any, rounds: int = 5, sizes: list[list[int]] = SIZES, **options: Any) -> list[Any]:
+    with Training(method, federation(sizes), net, rounds=rounds, seed=4, **options) as training:
         return [step.state for step in training.steps()]
 
 
@@ -61,7 +64,7 @@ def test_with_all_clients_it_is_redgrape_without_real_data(options: dict[str, An
     """All clients sampled, no correction, T = inf: the same model to rounding, and G is the sum of the prototypes."""
     theirs = trained(RedGrape(threshold=float("inf"), **SMALL, **options))
     for memory in (True, False):
-        for ours, other in zip(trained(Vine(memory=memory, **SMALL, **options)), theirs, strict=True):
+        for ours, other in zip(trained(Vine(memory=memory, margin=0.0, **SMALL, **options)), theirs, strict=True):
             for name, t in other.server["model"].items():
                 close(ours.server["model"][name], t)
             for name, table in other.server["prototypes"].items():
@@ -70,7 +73,7 @@ def test_with_all_clients_it_is_redgrape_without_real_data(options: dict[str, An
 
 def test_prototypes_by_counts_are_weights_by_counts() -> None:
     theirs = trained(RedGrape(threshold=float("inf"), prototype_weights="count", **SMALL))
-    ours = trained(Vine(weights="counts", **SMALL))
+    ours = trained(Vine(weights="counts", margin=0.0, **SMALL))
     for name, t in theirs[-1].server["model"].items():
         close(ours[-1].server["model"][name], t)
 
@@ -91,16 +94,14 @@ def test_G_is_the_sum_of_all_clients_latest_gradients(summed: bool) -> None:
         seed=4,
         engine=testing_engines.Summing if summed else None,
     ) as training:
-        weights: Tensor | None = None
         received: Any = {name: t.clone() for name, t in net().state_dict().items()}
         for step in training.steps():
             state = step.state
-            weights = state.server["class_weights"]
             models |= dict.fromkeys(state.record["answered"], received)
             expected = {name: torch.zeros_like(t) for name, t in state.server["G"].items()}
             for k, model in models.items():
                 site = half.site(k, state.round)
-                for name, g in method._summed_gradient(site.load(model), weights, site).items():
+                for name, g in method._summed_gradient(site.load(model), state.server, site).items():
                     expected[name] += g
             for name, t in expected.items():
                 close(state.server["G"][name], t, 1e-12)
@@ -115,7 +116,7 @@ def test_a_gradient_by_hand() -> None:
     build = lambda: _linear(2)  # noqa: E731
     data = rg.Federation([rg.Examples(h, torch.tensor([0, 0, 1]))], rg.Examples(h, torch.tensor([0, 0, 1])), 2)
     site = ClientHalf(Vine(), data, build, 0, 1, torch.device("cpu")).site(0, 1)
-    found = Vine()._summed_gradient(build(), torch.ones(2, dtype=torch.float64), site)
+    found = Vine()._summed_gradient(build(), {"class_weights": torch.ones(2, dtype=torch.float64)}, site)
     close(found["weight"], torch.tensor([[-0.5 * 1 + 3, -0.5 * 2 + 3], [0.5 * 1 - 3, 0.5 * 2 - 3]]), 1e-6)
     close(found["bias"], torch.tensor([0.0, 0.0]), 1e-6)
 
@@ -135,6 +136,33 @@ def test_classes_with_few_holders_are_left_out_by_everybody() -> None:
     bias = left[-1].server["G"]["bias"]
     assert bias[3] > 0 > bias[2]  # examples of a class push its own bias up: only those of others push it down
     close(bias.sum(), torch.tensor(0.0, dtype=torch.float64))
+
+
+def test_a_margin_is_the_gradient_of_logit_adjusted_losses() -> None:
+    """Against autograd: G is the sum over the classes of the gradient of their mean loss CE(z + tau log pi, y)."""
+    method = Vine(margin=0.7, **SMALL)
+    (state,) = trained(method, rounds=1)
+    data, model = federation(), net()
+    counts = torch.tensor(SIZES).sum(dim=0).double()
+    loss = torch.zeros((), dtype=torch.float64)
+    for k in range(len(SIZES)):
+        mine = data.client(k)
+        x, y = mine.inputs(torch.arange(len(mine)), torch.float64), mine.labels
+        each = nn.functional.cross_entropy(model(x) + 0.7 * torch.log(counts / counts.sum()), y, reduction="none")
+        for c in y.unique():
+            loss = loss + each[y == c].mean() * state.server["class_weights"][c]
+    gradients = torch.autograd.grad(loss, list(model.classifier.parameters()))
+    for name, g in zip(("weight", "bias"), gradients, strict=True):
+        close(state.server["G"][name], g)
+
+
+def test_a_margin_changes_nothing_if_classes_are_equally_frequent() -> None:
+    """A constant added to all logits leaves the softmax as it is."""
+    without, with_margin = (
+        trained(Vine(margin=tau, **SMALL), sizes=[[6, 1, 0, 3], [0, 5, 6, 3]]) for tau in (0.0, 1.0)
+    )
+    for name, t in without[-1].server["model"].items():
+        close(with_margin[-1].server["model"][name], t)
 
 
 def test_the_correction_is_zero_at_the_first_step() -> None:
@@ -162,16 +190,95 @@ def test_no_drift_in_float32() -> None:
 @pytest.mark.parametrize(
     ("exchange", "words"),
     [
-        (rg.Exchange(rule="median"), "gives no sum"),
-        (rg.Exchange(rule="norm_clipping"), "keep track"),
+        *[(rg.Exchange(rule=rule), "malicious client") for rule in ("krum", "multi_krum", "norm_clipping")],
         (rg.Exchange(clip=1.0), "keep track"),
     ],
 )
-def test_what_a_running_sum_does_not_go_with(exchange: rg.Exchange, words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
+def test_a_running_sum_is_neither_clipped_nor_robust(exchange: rg.Exchange, words: str) -> None:
+    with pytest.raises(ConfigError, match=f"{words}.*; choose method.preset=stateless"):
         Training(Vine(), federation(), net, rounds=1, exchange=exchange)
-    if words == "keep track":  # without memory, nothing is remembered
-        assert exchange.refuses(exchanged(Vine(memory=False), _site())[0]) is None
+    assert exchange.refuses(exchanged(Vine(memory=False), _site())[0]) is None
+
+
+@pytest.mark.parametrize("rule", ["median", "trimmed_mean"])
+def test_rules_by_coordinate_give_no_sum(rule: Any) -> None:
+    with pytest.raises(ConfigError, match="gives no sum"):
+        Training(Vine(memory=False), federation(), net, rounds=1, exchange=rg.Exchange(rule=rule))
+
+
+def test_clients_alike_need_no_survey() -> None:
+    """Where all clients hold all classes, H_c = K: the same bits, and nobody was asked."""
+    full = federation([[3, 5, 2, 1], [1, 1, 4, 2], [6, 2, 1, 1]])
+    found = []
+    for weights in ("holders", "alike"):
+        with Training(Vine(weights=weights, margin=0.0, **SMALL), full, net, rounds=3, seed=4) as training:
+            found.append([step.state.server for step in training.steps()][-1])
+    assert tree.equal(*found)
+    assert exchanged(Vine(weights="alike", margin=0.0), _site())[1] == {}
+    with pytest.raises(ConfigError, match="weights=alike asks nobody"):
+        Vine(weights="alike", margin=0.0, min_holders=2)
+    with pytest.raises(ConfigError, match=r"margin is 0\.5, and weights=alike asks nobody"):
+        Vine(weights="alike")
+
+
+def test_noise_covers_the_summed_gradient_in_one_mechanism() -> None:
+    """Update and gradient are clipped together, and get noise of the same deviation: one Gaussian mechanism a round."""
+    pytest.importorskip("dp_accounting")
+    exchange = rg.Exchange(clip=0.5, noise=2.0, randomness="seed")
+    method = Vine(memory=False, weights="alike", margin=0.0, **SMALL)
+    with pytest.raises(ConfigError, match="survey is released without noise"):
+        Training(Vine(memory=False), federation(), net, rounds=1, exchange=exchange)
+    parts = exchanged(method, _site())[0]
+    assert [(m.multiplier, m.times) for m in exchange.mechanisms(parts, C)] == [(2.0, 1)]
+    half = ClientHalf(method, federation(), net, 4, 1, torch.device("cpu"), exchange=exchange)
+    start = first_state(method, InProcess(half), ServerSite(net, 5, C, 4, 0, 1, torch.device("cpu")), range(5)).server
+    broadcast = tree.ordered(method.broadcast(start))
+    total = torch.zeros(C, 7, dtype=torch.float64)
+    for k in range(5):
+        sent = half.summand(k, broadcast, half.run(k, broadcast, None, 1).update, 1)
+        groups = [sent[name] for name in ("delta", "delta_W_hat", "gradient")]
+        assert float(tree.norm(t for group in groups for t in group.values())) <= 0.5 + 1e-9
+        total += sent["gradient"]["weight"]
+    (state,) = trained(method, rounds=1, exchange=exchange)
+    noise = state.server["G"]["weight"] - total  # all clients: K / |S| = 1
+    assert 0.5 < float(noise.std()) < 1.5  # of deviation clip * noise = 1, 28 numbers
+
+
+class LyingInRound(InProcess):
+    """Client 1 adds NaN to the sum, or a huge number to a stateless one, in this round only."""
+
+    def __init__(self, half: ClientHalf, lie: float, round: int) -> None:
+        super().__init__(half)
+        self._lie, self._round = lie, round
+
+    def run_clients(self, broadcast: Any, clients: Any, states: Any, round: int) -> Any:
+        for k, answer in super().run_clients(broadcast, clients, states, round):
+            if k == 1 and round == self._round:
+                gradient = {name: g + self._lie for name, g in answer.update["gradient"].items()}
+                answer = answer._replace(update={**answer.update, "gradient": gradient})
+            yield k, answer
+
+
+def test_a_rejected_message_enters_neither_G_nor_what_the_client_has_sent() -> None:
+    """Client 1 is rejected in round 2 and honest in the others. G stays the sum of what was accepted, so the client's
+    next message makes up for the one that was lost."""
+    states = trained(Vine(**SMALL), engine=lambda half: LyingInRound(half, math.nan, 2))
+    assert [list(state.record["rejected"]) for state in states] == [[], ["1"], [], [], []]
+    first, second, third = (state.clients[1]["sent"]["weight"] for state in states[:3])
+    assert torch.equal(first, second) and not torch.equal(second, third)
+    for state in states:
+        for name, g in state.server["G"].items():
+            close(g, sum(client["sent"][name] for client in state.clients.values()), 1e-12)
+
+
+@pytest.mark.parametrize("rule", ["krum", "multi_krum"])
+def test_krum_sees_the_sum_of_the_stateless_form(rule: Any) -> None:
+    """A lie in the summed gradient alone is left out, and G is made of the chosen clients."""
+    options: dict[str, Any] = {"exchange": rg.Exchange(rule=rule), "engine": lambda half: LyingInRound(half, 1e3, 1)}
+    (state,) = trained(Vine(memory=False, **SMALL), rounds=1, **options)
+    assert 1 in state.record["left_out"] and float(state.server["G"]["weight"].abs().max()) < 100
+    (fooled,) = trained(Vine(memory=False, **SMALL), rounds=1, engine=options["engine"])
+    assert float(fooled.server["G"]["weight"].abs().max()) > 900
 
 
 def _site() -> Any:
@@ -188,4 +295,21 @@ def test_it_is_as_large_as_the_classifier() -> None:
             of[name] = step.record
     classifier, clients = 4 * (7 * C + C), len(SIZES)
     assert of["one"]["bytes_up"] - of["fedavg"]["bytes_up"] == clients * classifier
-    assert of["one"]["bytes_down"] - of["fedavg"]["bytes_down"] == clients * (classifier + 8 * C)
+    assert of["one"]["bytes_down"] - of["fedavg"]["bytes_down"] == clients * (classifier + 16 * C)
+
+
+@pytest.mark.parametrize("options", [{}, {"momentum": 0.9}, {"clip_norm": 0.5}])
+def test_the_two_streams_part_along_G(options: dict[str, Any]) -> None:
+    """W and W_hat meet the same gradient, so what a client changes in one but not in the other is a multiple of G."""
+    method = Vine(**SMALL, **options)
+    state = trained(method)[2]
+    half = ClientHalf(method, federation(), net, 4, 5, torch.device("cpu"))
+    broadcast = method.broadcast(state.server)
+    for k in range(len(SIZES)):
+        update = half.run(k, broadcast, state.clients[k], 4).update
+        apart = {name: update["delta"][f"classifier.{name}"] - t for name, t in update["delta_W_hat"].items()}
+        inner = sum(float((apart[name] * g).sum()) for name, g in broadcast["G"].items())
+        factor = inner / sum(float(g.square().sum()) for g in broadcast["G"].values())
+        assert factor < -1e-4
+        for name, g in broadcast["G"].items():
+            close(apart[name], factor * g, 1e-12)

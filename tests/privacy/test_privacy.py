@@ -38,7 +38,7 @@ from redgrape.methods.redgrape import RedGrape
 from redgrape.methods.scaffold import Scaffold
 from redgrape.privacy import account, noise
 from redgrape.privacy.account import Mechanism, epsilon
-from redgrape.privacy.disclosure import disclosed, in_words, leak_in_one_line, told_by
+from redgrape.privacy.disclosure import disclosed, disclosures, in_words, leak_in_one_line
 from redgrape.privacy.ledger import PrivacyLedger
 from redgrape.reading.run_tables import RunView
 from redgrape.runs.experiment import Experiment
@@ -153,7 +153,7 @@ def test_the_private_preset_sends_and_releases_nothing_of_it() -> None:
 
 def _attacks() -> Any:
     pytest.importorskip("scipy")
-    spec = importlib.util.spec_from_file_location("prototype_attack", ROOT / "benchmarks" / "prototype_attack.py")
+    spec = importlib.util.spec_from_file_location("leak", ROOT / "benchmarks" / "leak.py")
     assert spec is not None and spec.loader is not None
     benchmark = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = benchmark  # dataclasses look their module up
@@ -176,6 +176,29 @@ def test_the_model_s_own_update_tells_of_a_single_example(name: str) -> None:
     told, alarms, absent, error, cosine = benchmark.attack_update(case, model, build, rg.Examples(x, labels), 0)
     assert told and (alarms, absent) == (0, 8)
     assert error < 0.01 and cosine > 0.999
+
+
+def test_a_newcomer_stands_out_of_a_secure_sum() -> None:
+    """With memory the sum of a round is the difference of two sums without. With one new site, it is nearly that site's
+    own gradient; the sum over all ten sites is far from it."""
+    benchmark = _attacks()
+    random = torch.Generator().manual_seed(0)
+    x, labels = torch.rand(400, 1, 4, 4, generator=random), torch.arange(400) % 10
+    build = partial(nets.build, "linear", (1, 4, 4), 10, 0)
+    sites, known = benchmark.sites_around(rg.Examples(x, labels), 7, 2)
+    assert [int((site.labels == 7).sum()) for site in sites] == [1, 1, *[0] * 8]
+    assert len(known) == 400 - 10 * 20 - 2
+    cases = {case.name: case for case in benchmark.SUMS}
+    found = {}
+    for name in ("Vine", "Vine, stateless"):
+        seen = benchmark.observed(cases[name], build().state_dict(), build, sites)
+        for view in ("single", "difference", "sum"):
+            found[name, view] = torch.from_numpy(benchmark.seen_in(cases[name], seen, view, 7)[0])
+    for view in ("single", "difference", "sum"):
+        torch.testing.assert_close(found["Vine", view], found["Vine, stateless", view], rtol=1e-4, atol=1e-5)
+    single = found["Vine", "single"]
+    assert (found["Vine", "difference"] - single).norm() < 0.2 * single.norm()
+    assert (found["Vine", "sum"] - single).norm() > 0.5 * single.norm()
 
 
 def test_floors_alone_do_not_stop_a_server_that_solves_for_the_features() -> None:
@@ -807,15 +830,15 @@ def test_what_is_disclosed_follows_from_the_parts() -> None:
     look at single updates are named."""
     delta: Parts = {"delta": Direction({"w": torch.zeros(1)}), "count": Count()}
     like = {"weight": torch.zeros(C, 2), "bias": torch.zeros(C)}
-    assert told_by(PLAIN, delta, {}, "", C) == {
+    assert disclosures(PLAIN, delta, {}, "", C) == {
         "beyond_averaging": "",
         "class_reports": None,
         "randomness": "secret",
     }
-    asked = told_by(PLAIN, delta, {"holders": 1}, "it runs each model", C)["beyond_averaging"]
+    asked = disclosures(PLAIN, delta, {"holders": 1}, "it runs each model", C)["beyond_averaging"]
     assert "asked for its holders" in asked and "The server looks at single updates: it runs each model." in asked
     floors = Exchange(min_count=3, min_clients=2, rule="median", byzantine=2, randomness="seed")
-    told = told_by(floors, {**delta, "g": ClassRows(like, "count", gradient=True)}, {}, "", C)
+    told = disclosures(floors, {**delta, "g": ClassRows(like, "count", gradient=True)}, {}, "", C)
     assert told["class_reports"] == {
         "min_count": 3,
         "min_clients": 2,

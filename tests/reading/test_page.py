@@ -218,7 +218,7 @@ def test_the_commands_describe_the_runs(runs: Path, tmp_path: Path) -> None:
             assert Experiment.parse(values).hash() == RunFolder.open(Path(key)).experiment().hash()
 
 
-def test_methods_of_one_name_are_told_apart_and_settings_too(runs: Path, tiny: Values, tmp_path: Path) -> None:
+def test_methods_of_one_name_are_distinct_and_settings_too(runs: Path, tiny: Values, tmp_path: Path) -> None:
     weak = carried_out(tmp_path / "weak", tiny(seed=0, rounds=ROUNDS, method__name="redgrape", method__lam=0.5))
     longer = carried_out(tmp_path / "longer", tiny(seed=0, rounds=ROUNDS + 1, method__name="fedavg"))
     data = data_of(written(runs, weak, longer, out=tmp_path / "page.html"))
@@ -234,11 +234,11 @@ def test_of_many_variants_only_what_is_unusual_is_named() -> None:
     changes: list[dict[str, Any]] = [{}, {"lam": 1.0}, {"threshold": 2.0}, {"lam": 1.0, "placement": "after_step"}, {}]
     variants = [{**base, **change} for change in changes]
     named = ["", " lam=1.0", " threshold=2.0", " lam=1.0 placement=after_step"]
-    assert figures._told_apart(["r"] * 5, variants) == [f"r{words}" for words in [*named, ""]]
+    assert figures._distinct(["r"] * 5, variants) == [f"r{words}" for words in [*named, ""]]
     two_by_two = [{"lam": lam} for lam in (1, 1, 2, 2)]
-    assert figures._told_apart(["r"] * 4, two_by_two) == ["r lam=1", "r lam=1", "r lam=2", "r lam=2"]
+    assert figures._distinct(["r"] * 4, two_by_two) == ["r lam=1", "r lam=1", "r lam=2", "r lam=2"]
     lacking = [{"lam": 1}, {"lam": 1}, {}]
-    assert figures._told_apart(["r"] * 3, lacking) == ["r lam=1", "r lam=1", "r"]
+    assert figures._distinct(["r"] * 3, lacking) == ["r lam=1", "r lam=1", "r"]
 
 
 def test_a_run_of_before_an_option_existed_is_of_the_same_setting(copied: Path, tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ class _Parser(argparse.ArgumentParser):
         raise ConfigError(f"{message}; `{self.prog} --help` lists the options")
 
 
-def _columns(text: str) -> list[str]:
+def names(text: str) -> list[str]:
     return [name.strip() for name in text.split(",")]
 
 
@@ -33,19 +33,24 @@ _FLAGS: dict[str, tuple[str, Any, str]] = {
     "--data": (
         "data.source",
         str,
-        "digits, mnist, fashion_mnist, cifar10, cifar100, fars, an image folder, an .npz, or a table (.csv, .parquet)",
+        "digits, mnist, cifar10, fars, ..., an image folder, an .npz, a table (.csv, .parquet) or file.py:function",
     ),
     "--label": ("data.label", str, "the column of a table that holds the classes"),
     "--site": ("data.site", str, "the column of a table that names each row's site"),
     "--test": ("data.test", str, "the column of a table that says test or train, or a value of one: fold=3"),
-    "--drop": ("data.drop", _columns, "columns of a table that are no inputs: id,name"),
+    "--drop": ("data.drop", names, "columns of a table that are no inputs: id,name"),
     "--imbalance": ("data.imbalance", str, "exponential, binary or natural"),
     "--ir": ("data.ir", float, "imbalance ratio"),
-    "--partition": ("data.partition", str, "class_dirichlet, prior_dirichlet, creff, iid or natural"),
+    "--tail": (
+        "data.tail_classes",
+        names,
+        "the tail: names of classes, separated by commas (default: the rarest 30 %%)",
+    ),
+    "--partition": ("data.partition", str, "class_dirichlet, prior_dirichlet, creff, iid, natural or file.py:function"),
     "--alpha": ("data.alpha", float, "Dirichlet parameter: small is heterogeneous"),
     "--clients": ("data.clients", int, "number of clients"),
     "--clients-per-round": ("clients_per_round", int, "clients sampled per round (default: all)"),
-    "--net": ("net.name", str, "cnn, cnn_dropout, resnet8, resnet20, ..., mlp or linear"),
+    "--net": ("net.name", str, "cnn, resnet8, ..., mlp, linear, efficientnet_lite0 or file.py:function"),
     "--rounds": ("rounds", int, "communication rounds"),
     "--epochs": ("method.epochs", int, "local epochs"),
     "--batch-size": ("method.batch_size", int, "examples per local step"),
@@ -264,18 +269,34 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("name", help="mnist, fashion_mnist, cifar10 or cifar100")
     command.add_argument("--data-root", type=_path, metavar="DIR", help="folder for the data files")
 
+    command = add("embed", "data", "compute the features of a pretrained encoder once, for later runs")
+    command.add_argument("data", help="a public data set, an image folder or an .npz with images")
+    command.add_argument("--net", default="efficientnet_lite0", metavar="NAME", help="the encoder (efficientnet_lite0)")
+    command.add_argument("--weights", metavar="FILE", help="safetensors file with the weights of the encoder")
+    command.add_argument("--size", type=_positive, metavar="N", help="side of the encoder's images (own, 64 to 224)")
+    command.add_argument("--image-size", type=_positive, metavar="N", help="resize images in folders to N by N")
+    command.add_argument("--data-root", type=_path, metavar="DIR", help="folder with the data files and the cache")
+    command.add_argument("--out", type=_path, metavar="FILE", help="also write the features to an .npz file")
+
     command = add("export", "model", "export the inference model of a run, with a model card")
     command.add_argument("run", type=_path, help="the run folder")
     command.add_argument("out", type=_path, help="the model folder to create")
     command.add_argument("--format", choices=["safetensors", "onnx"], default="safetensors", help="weight format")
-    command = add("evaluate", "model", "evaluate a model on labelled data")
-    command.add_argument("model", type=_path, metavar="RUN_OR_MODEL", help="a run, or a folder that export wrote")
+    command = add("evaluate", "model", "evaluate a run on its own test set, or a model on labelled data")
+    command.add_argument("model", type=_path, metavar="RUN_OR_MODEL", help="the folder of a run or of a model")
     command.add_argument(
-        "data", type=_path, help="a folder with one sub-folder per class, an .npz with x and y, or a table"
+        "data",
+        nargs="?",
+        type=_path,
+        help="a folder with one sub-folder per class, an .npz with x and y, or a table (default: a run's test set)",
     )
+    command.add_argument("--data-root", type=_path, metavar="DIR", help="folder with the data files of the run")
+    command.add_argument("--code", type=_path, metavar="FILE", help="the Python file of your own net")
     command = add("predict", "model", "predict the classes of new data with a model")
-    command.add_argument("model", type=_path, metavar="RUN_OR_MODEL", help="a run, or a folder that export wrote")
+    command.add_argument("model", type=_path, metavar="RUN_OR_MODEL", help="the folder of a run or of a model")
     command.add_argument("data", type=_path, help="an image, a folder of images, an .npz with x, or a table")
+    command.add_argument("--out", type=_path, metavar="FILE", help="write the predictions to a CSV file")
+    command.add_argument("--code", type=_path, metavar="FILE", help="the Python file of your own net")
     _add_deployment(commands)
     return parser
 
@@ -322,7 +343,12 @@ def _add_deployment(commands: Any) -> None:
         help="release only classes reported by N sites or more (3)",
     )
     command.add_argument(
-        "--secure-aggregation", action="store_true", help="the server sees only sums over sites, no single update"
+        "--secure-aggregation",
+        action=argparse.BooleanOptionalAction,
+        help="the server sees only sums over sites, no single update (default from three sites on)",
+    )
+    command.add_argument(
+        "--class-rows", action="store_true", help="sites send a row per class, as RedGrape and CReFF need"
     )
     command.add_argument("--plain", action="store_true", help="no TLS and no keys, for trials on this machine only")
 

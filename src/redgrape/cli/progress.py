@@ -22,6 +22,7 @@ class Progress:
         self._label, self._rounds, self._json, self._quiet = printable(label), rounds, as_json, quiet
         self._bar: Any = None
         self._task: Any = None
+        self._embedding: Any = None
         if sys.stderr.isatty() and not as_json and not quiet:
             from rich.console import Console
             from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
@@ -49,6 +50,15 @@ class Progress:
             seconds = sum(step.seconds.values())
             line = f"{self._label}  round {record['round']}/{self._rounds}  {self._figures(record)}  {seconds:.1f} s"
             print(line, file=sys.stderr, flush=True)
+
+    def embedding(self, done: int, total: int) -> None:
+        """Examples whose features are computed before the first round."""
+        if self._bar is not None:
+            if self._embedding is None:
+                self._embedding = self._bar.add_task("embedding", figures="")
+            self._bar.update(self._embedding, completed=done, total=total, visible=done < total)
+        elif done == total and not self._json and not self._quiet:
+            print(f"{self._label}  embedded {total} examples", file=sys.stderr, flush=True)
 
     def _figures(self, record: dict[str, Any]) -> str:
         loss = record.get("train_loss")

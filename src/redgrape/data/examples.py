@@ -18,15 +18,19 @@ from redgrape.errors import DataError
 _KEPT_CONVERTED = 1 << 23  # numbers: 32 MB of float32
 
 
+WHITE = {torch.uint8: 255, torch.uint16: 65535}  # the largest pixel
+
+
 @dataclass(frozen=True)
 class Pixels:
-    """Converts uint8 pixels to floats: (x / 255 - mean) / std, with numbers per channel or one for all."""
+    """Converts pixels to floats: (x / 255 - mean) / std, with numbers per channel or one for all. Pixels of 16 bits are
+    divided by 65535."""
 
     mean: tuple[float, ...] = (0.0,)
     std: tuple[float, ...] = (1.0,)
 
     def __call__(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        x = x.to(dtype, copy=True).div_(255)
+        x = x.to(dtype, copy=True).div_(WHITE[x.dtype])
         if self != Pixels():  # (x - 0) / 1 is x
             shape = (1, -1) + (1,) * (x.dim() - 2)
             x.sub_(torch.tensor(self.mean, dtype=dtype, device=x.device).reshape(shape))
@@ -36,7 +40,7 @@ class Pixels:
 
 @dataclass(frozen=True, eq=False)
 class Examples:
-    """x: [n, ...] floats or uint8 pixels; y: [n] class numbers. NumPy arrays are used without a copy.
+    """x: [n, ...] floats, or pixels as uint8 or uint16; y: [n] class numbers. NumPy arrays are used without a copy.
 
     `rows` makes a view: these examples are x[rows], y[rows] of a larger array. It is never copied, so it may be mapped
     from a file larger than memory.
@@ -61,8 +65,8 @@ class Examples:
             raise DataError(f"x has shape {tuple(x.shape)}; an example must hold at least one number")
         if y.is_floating_point() or y.dtype == torch.bool:
             raise DataError(f"labels are {y.dtype}; they must be whole numbers 0 .. classes-1")
-        if x.dtype not in (torch.float16, torch.float32, torch.float64, torch.uint8):
-            raise DataError(f"inputs are {x.dtype}; pass float16, float32 or float64, or pixels as uint8")
+        if x.dtype not in (torch.float16, torch.float32, torch.float64, *WHITE):
+            raise DataError(f"inputs are {x.dtype}; pass float16, float32 or float64, or pixels as uint8 or uint16")
         object.__setattr__(self, "x", x)
         object.__setattr__(self, "y", y.long())
 
@@ -82,7 +86,7 @@ class Examples:
     def inputs(self, rows: Tensor, dtype: torch.dtype, augment: torch.Generator | None = None) -> Tensor:
         """Network inputs for these rows in freshly allocated memory, augmented if a generator is given."""
         x = self.x[rows if self.rows is None else self.rows[rows]].contiguous()
-        x = self.pixels(x, dtype) if x.dtype == torch.uint8 else x.to(dtype)
+        x = self.pixels(x, dtype) if x.dtype in WHITE else x.to(dtype)
         return x if augment is None else self.augment(x, augment)
 
     def converted(self, dtype: torch.dtype) -> Examples:

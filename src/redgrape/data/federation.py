@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Literal, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from redgrape.data.examples import Examples
+from redgrape.data.examples import WHITE, Examples
+from redgrape.data.own import as_examples
 from redgrape.errors import DataError
 
 if TYPE_CHECKING:
@@ -22,24 +25,42 @@ if TYPE_CHECKING:
     Rows = NDArray[np.int64]
 
 
+MANY = 100  # from this many classes on, classes are also grouped by their number of training examples
+
+
 @dataclass(frozen=True)
 class Groups:
     """Head, middle and tail: classes by training count, the first 30 % and the last 30 % (as in the paper's tables).
-    If `tail` is given, as in the binary setting, those classes are the tail and all others the head."""
+    If `tail` is given, as in the binary setting, those classes are the tail and all others the head. by_shots: with
+    many classes also those with more than 100 training examples, with 20 to 100, and with fewer than 20."""
 
     head: tuple[int, ...]
     middle: tuple[int, ...]
     tail: tuple[int, ...]
+    by_shots: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+
+    def named(self) -> dict[str, tuple[int, ...]]:
+        """All groups that have classes."""
+        groups = {"head": self.head, "middle": self.middle, "tail": self.tail, **self.by_shots}
+        return {name: classes for name, classes in groups.items() if classes}
 
     @classmethod
     def by_count(cls, counts: Sequence[int], tail: Sequence[int] | None = None) -> Groups:
         classes = len(counts)
         order = sorted(range(classes), key=lambda c: (-counts[c], c))
+        shots = {}
+        if classes >= MANY and any(counts):
+            shots = {
+                "many": tuple(c for c in order if counts[c] > 100),
+                "medium": tuple(c for c in order if 20 <= counts[c] <= 100),
+                "few": tuple(c for c in order if counts[c] < 20),
+            }
         if tail is not None:
-            return cls(tuple(c for c in order if c not in tail), (), tuple(c for c in order if c in tail))
+            cut = set(tail)
+            return cls(tuple(c for c in order if c not in cut), (), tuple(c for c in order if c in cut), shots)
         first_tail = 7 * classes // 10
         head = max(1, 3 * classes // 10) if classes > 1 else 0
-        return cls(tuple(order[:head]), tuple(order[head:first_tail]), tuple(order[max(head, first_tail) :]))
+        return cls(tuple(order[:head]), tuple(order[head:first_tail]), tuple(order[max(head, first_tail) :]), shots)
 
 
 @dataclass(frozen=True)
@@ -116,7 +137,8 @@ class Pooled:
 
 class Federation:
     """Clients 0 .. K-1 with their training examples, and a test set. A validation set and a small balanced auxiliary
-    set for the server are optional. `columns`: how rows of a table became the inputs, if they are from one.
+    set for the server are optional. Examples may also be given as (x, y) or as a data set of torch or Hugging Face.
+    `columns`: how rows of a table became the inputs, if they are from one.
 
     Federation(clients=[Examples(x0, y0), Examples(x1, y1)], test=Examples(xt, yt), num_classes=4)
     """
@@ -136,7 +158,10 @@ class Federation:
         tail: Sequence[int] | None = None,
         columns: Columns | None = None,
     ) -> None:
-        pooled = clients if isinstance(clients, Pooled) else Pooled.of(clients)
+        pooled = clients if isinstance(clients, Pooled) else Pooled.of([as_examples(c, "a client") for c in clients])
+        test = as_examples(test, "the test set")
+        validation = None if validation is None else as_examples(validation, "the validation set")
+        auxiliary = None if auxiliary is None else as_examples(auxiliary, "the auxiliary set")
         train, parts = pooled.train, pooled.parts
         if not isinstance(num_classes, int) or num_classes < 2:
             raise DataError(f"num_classes is {num_classes}; there must be at least 2 classes")
@@ -175,9 +200,7 @@ class Federation:
         self.num_classes = num_classes
         self.class_names = list(class_names) if class_names is not None else [str(c) for c in range(num_classes)]
         self.client_names = [str(k) for k in (range(len(parts)) if client_names is None else client_names)]
-        owner = np.repeat(np.arange(len(parts)), [len(part) for part in parts])
-        counts = np.bincount(owner * num_classes + train.labels.numpy()[rows], minlength=len(parts) * num_classes)
-        self.client_counts = counts.reshape(len(parts), num_classes)
+        self.class_counts = np.bincount(train.labels.numpy()[rows], minlength=num_classes)  # over all clients
         self.groups = Groups.by_count(self.class_counts.tolist(), tail)
 
     @classmethod
@@ -212,11 +235,13 @@ class Federation:
     def num_clients(self) -> int:
         return len(self.parts)
 
-    @property
-    def class_counts(self) -> Rows:
-        """The number of training examples of each class over all clients."""
-        counts: Rows = self.client_counts.sum(axis=0)
-        return counts
+    @cached_property
+    def client_counts(self) -> Rows:
+        """The number of training examples of each client and class. With many of both, this is large."""
+        return np.stack([self._counts_of(k) for k in range(self.num_clients)])
+
+    def _counts_of(self, k: int) -> Rows:
+        return np.bincount(self.train.labels.numpy()[self.parts[k]], minlength=self.num_classes)
 
     def counts(self, split: Literal["test", "validation"]) -> list[int] | None:
         """The number of evaluation examples of each class."""
@@ -230,7 +255,7 @@ class Federation:
         return len(self.parts[k])
 
     def declared(self, k: int) -> Declared:
-        counts = torch.from_numpy(self.client_counts[k])
+        counts = torch.from_numpy(self._counts_of(k))
         return Declared(int(counts.sum()), counts)
 
     def sample(self, dtype: torch.dtype) -> torch.Tensor:
@@ -239,6 +264,14 @@ class Federation:
     @property
     def input_shape(self) -> tuple[int, ...]:
         return tuple(self.train.x.shape[1:])
+
+    def with_inputs(self, change: Callable[[Examples], Examples]) -> Federation:
+        """The same clients and examples, with changed inputs."""
+        changed = copy.copy(self)
+        changed.train, changed.test = change(self.train), change(self.test)
+        changed.validation = None if self.validation is None else change(self.validation)
+        changed.auxiliary = None if self.auxiliary is None else change(self.auxiliary)
+        return changed
 
     def fingerprint(self) -> str:
         """SHA-256 over every client's rows and labels. It identifies a split, for citing it."""
@@ -255,13 +288,14 @@ def check_class_names(names: Sequence[str], what: str) -> None:
     """Raise DataError if a class has no name, or two have the same."""
     if any(not name.strip() for name in names):
         raise DataError(f"{what}: class {[bool(name.strip()) for name in names].index(False)} has an empty name")
-    if twice := next((name for i, name in enumerate(names) if name in names[:i]), None):
+    if len(set(names)) < len(names):
+        twice = next(name for i, name in enumerate(names) if name in names[:i])
         raise DataError(f"{what}: two classes are named '{twice}'; give each a name of its own")
 
 
 def _kind(examples: Examples) -> str:
     """The shape of an input and the scaling of its pixels, which must be the same for all that share a net."""
     shape = "x".join(map(str, examples.x.shape[1:]))
-    if examples.x.dtype == torch.uint8:
+    if examples.x.dtype in WHITE:
         return f"{shape} pixels with mean {examples.pixels.mean} and std {examples.pixels.std}"
     return f"{shape} floats"

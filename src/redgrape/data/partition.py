@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from redgrape import own_code
 from redgrape.determinism import numpy_stream
 from redgrape.errors import ConfigError, DataError, unknown
 
@@ -32,15 +33,36 @@ def partition(
     number of clients from it and needs neither `clients` nor `alpha`."""
     if kind == "natural":
         return _by_owner(*_natural(labels, natural))
-    if kind not in KINDS:
-        raise unknown("partition", kind, [*KINDS, "natural"])
+    check_kind(kind)
     if clients < 1:
         raise ConfigError(f"clients is {clients}; there must be at least 1")
     if clients > len(labels):
         raise DataError(f"{clients} clients cannot share {len(labels)} training examples; lower clients")
     if not (math.isfinite(alpha) and alpha > 0):
         raise ConfigError(f"alpha is {alpha:g}; it must be a finite number above 0")
-    return _by_owner(KINDS[kind](labels, clients, alpha, seed), clients)
+    if kind in KINDS:
+        return _by_owner(KINDS[kind](labels, clients, alpha, seed), clients)
+    return _by_owner(_own(kind, labels, clients, alpha, seed), clients)
+
+
+def check_kind(kind: str) -> str:
+    """The kind itself. Raise ConfigError if there is none of this name."""
+    if kind not in KINDS and kind != "natural" and not own_code.is_own(kind):
+        raise unknown("partition", kind, [*KINDS, "natural"])
+    return kind
+
+
+def _own(name: str, labels: Rows, clients: int, alpha: float, seed: int) -> Rows:
+    """By the user's function, with the arguments and the result of those below."""
+    owner = np.asarray(own_code.load(name, "partition")(labels, clients, alpha, seed))
+    if owner.shape != labels.shape or owner.dtype.kind not in "iu":
+        raise DataError(
+            f"'{name}' gives {owner.dtype} of shape {owner.shape}; it must give the number of a client for each of "
+            f"{len(labels)} rows"
+        )
+    if owner.min() < 0 or owner.max() >= clients:
+        raise DataError(f"'{name}' gives clients {owner.min()} to {owner.max()}; there are clients 0 to {clients - 1}")
+    return owner.astype(np.int64)
 
 
 def _class_dirichlet(labels: Rows, clients: int, alpha: float, seed: int) -> Rows:

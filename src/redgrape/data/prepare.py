@@ -2,27 +2,39 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    model_serializer,
+    model_validator,
+)
 
 from redgrape.data import longtail
 from redgrape.data.augment import Augment
-from redgrape.data.examples import Examples
+from redgrape.data.examples import WHITE, Examples, Pixels
 from redgrape.data.federation import Federation, Groups
-from redgrape.data.partition import Kind, partition
+from redgrape.data.images import LARGEST_SIDE
+from redgrape.data.partition import check_kind, partition
 from redgrape.data.sources import AS_THEY_ARE, READERS, Source, load
 from redgrape.data.table import SUFFIXES, Columns, Roles, is_table
-from redgrape.data.user_data import LARGEST_SIDE
 from redgrape.errors import ConfigError, DataError, unknown
 from redgrape.validation import LARGEST
 
 Rows = NDArray[np.int64]
+CUT = (0, 7, 8)  # the classes that binary imbalance cuts in the paper
 AT_SITES = "sites"  # the source of a deployed run
 
 
@@ -33,6 +45,13 @@ def _list_to_tuple(value: Any) -> Any:
 Names = Annotated[tuple[str, ...], BeforeValidator(_list_to_tuple)]
 
 
+def _known_partition(kind: str) -> str:
+    try:
+        return check_kind(kind)
+    except ConfigError as error:
+        raise ValueError(str(error)) from error
+
+
 class DataOptions(BaseModel):
     """Which data, how imbalanced, and how divided among the clients. A user's own data keeps its imbalance unless
     another is set."""
@@ -41,8 +60,8 @@ class DataOptions(BaseModel):
 
     source: str = Field(
         "digits",
-        description="digits, mnist, fashion_mnist, cifar10, cifar100, fars, or a path: a folder of images, an .npz "
-        "file or a table (.csv, .parquet)",
+        description="digits, mnist, fashion_mnist, cifar10, cifar100, fars, a path (image folder, manifest.csv, .npz, "
+        "or a table: .csv, .parquet), or a function: file.py:function",
     )
     label: str | None = Field(None, description="the column of a table that holds the classes")
     site: str | None = Field(None, description="the column of a table that names each row's site; it divides the data")
@@ -54,18 +73,23 @@ class DataOptions(BaseModel):
     image_size: int | None = Field(
         None, ge=1, le=LARGEST_SIDE, description="resize a folder's images to squares with this side, in pixels"
     )
+    letterbox: bool = Field(False, description="resized images keep their proportions, between black bars")
+    normalise: bool = Field(
+        False, description="shift and scale each channel to mean 0 and deviation 1 over the training images"
+    )
     imbalance: Literal["exponential", "binary", "natural"] = Field(
         "exponential",
         description="exponential: sizes fall from class to class; binary: the tail classes are cut; natural: as it is",
     )
     ir: float = Field(50.0, ge=1, le=LARGEST, description="imbalance ratio: largest class over smallest")
-    tail_classes: Annotated[tuple[Annotated[int, Field(le=10**6)], ...], BeforeValidator(_list_to_tuple)] = Field(
-        (0, 7, 8), description="the classes that binary imbalance cuts"
+    tail_classes: Annotated[tuple[Annotated[int, Field(le=10**6)] | str, ...], BeforeValidator(_list_to_tuple)] = Field(
+        CUT, description="the tail, by names or numbers: binary imbalance cuts it; else the default means by count"
     )
     head_cap: int | None = Field(None, ge=1, le=10**9, description="no class keeps more training examples than this")
-    partition: Kind = Field(
+    partition: Annotated[str, AfterValidator(_known_partition)] = Field(
         "class_dirichlet",
-        description="class_dirichlet, prior_dirichlet, creff, iid, or natural: the clients that the data names",
+        description="class_dirichlet, prior_dirichlet, creff, iid, natural (the clients that the data names), or a "
+        "function: file.py:function",
     )
     alpha: float = Field(1.0, ge=1e-6, le=LARGEST, description="Dirichlet concentration: small is more skewed")
     clients: int = Field(10, ge=1, le=10**6, description="number of clients; the natural partition brings its own")
@@ -81,6 +105,12 @@ class DataOptions(BaseModel):
     crop: int = Field(0, ge=0, le=1000, description="augmentation: pad by this many pixels and cut a random window")
     flip: bool = Field(False, description="augmentation: mirror images at random")
     cutout: int = Field(0, ge=0, le=10_000, description="augmentation: blank a random square with this side, in pixels")
+
+    @model_serializer(mode="wrap")
+    def _without_unused(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Younger keys are there only if they are set, so that other experiments keep their hashes."""
+        younger = {"letterbox", "normalise", "pooled", "alone", *vars(Roles())}
+        return {key: value for key, value in dump(self).items() if value or key not in younger}
 
     @model_validator(mode="before")
     @classmethod
@@ -113,16 +143,19 @@ class DataOptions(BaseModel):
         return Roles(self.label, self.site, self.test, self.drop, self.categorical)
 
 
-def prepare(options: DataOptions, seed: int, root: Path | None = None) -> Federation:
-    """The federation for these options. Its parts are rows of the source's training examples, which are not copied."""
+def prepare(options: DataOptions, seed: int, root: Path | None = None, source: Source | None = None) -> Federation:
+    """The federation for these options. Its parts are rows of the source's training examples, which are not copied.
+    `source`: in place of the one that the options name."""
     if options.source == AT_SITES:
-        raise ConfigError("the data of this run is at the sites of a deployment; continue with `redgrape deploy run`")
-    source = load(options.source, root, seed=seed, image_size=options.image_size, roles=options.roles)
-    return divide(source, options, seed)
-
-
-def divide(source: Source, options: DataOptions, seed: int) -> Federation:
-    """The federation made from this source."""
+        raise ConfigError(
+            "the data of this run is at the sites of a deployment; continue with `redgrape deploy run` (a folder of "
+            f"this name is ./{AT_SITES})"
+        )
+    if source is None:
+        size, letterbox = options.image_size, options.letterbox
+        source = load(options.source, root, seed=seed, image_size=size, letterbox=letterbox, roles=options.roles)
+    if options.normalise:
+        source = normalised(source)
     num_classes = len(source.class_names)
     labels = source.train.labels.numpy()
     never_trained = np.setdiff1d(source.test.labels.numpy(), labels)
@@ -139,7 +172,8 @@ def divide(source: Source, options: DataOptions, seed: int) -> Federation:
     auxiliary = _balanced(labels, remaining, num_classes, options.auxiliary, seed, "auxiliary")
     remaining = np.setdiff1d(remaining, auxiliary)
 
-    sizes = _sizes(options, np.bincount(labels[remaining], minlength=num_classes).tolist())
+    tail = _tail(options, source.class_names)
+    sizes = _sizes(options, np.bincount(labels[remaining], minlength=num_classes).tolist(), tail)
     rows = remaining[longtail.choose(labels[remaining], sizes, seed)]
     natural = None if source.clients is None else source.clients[rows]
     parts = partition(labels[rows], options.partition, options.clients, options.alpha, seed, natural)
@@ -147,7 +181,6 @@ def divide(source: Source, options: DataOptions, seed: int) -> Federation:
     if natural is not None and options.partition == "natural":
         client_names = [str(name) for name in np.unique(natural)]  # in the order of the parts
     parts = [rows[part] for part in parts]
-    tail = options.tail_classes if options.imbalance == "binary" else None
     groups = Groups.by_count(np.bincount(labels[rows], minlength=num_classes).tolist(), tail)
     if options.pooled:
         parts, client_names = [rows], ["all"]
@@ -189,17 +222,49 @@ def _fitted(source: Source, parts: Sequence[Rows]) -> tuple[Examples, Examples, 
     return Examples(x, source.train.y, rows=in_table), Examples(x, source.test.y, rows=source.test.rows), columns
 
 
+def normalised(source: Source) -> Source:
+    """The source with pixels that have mean 0 and deviation 1 in each channel, over its training images."""
+    x = source.train.x
+    if x.dtype not in WHITE or x.dim() != 4:
+        raise ConfigError(f"normalise is for images, but {source.name} holds vectors; leave it out")
+    total = np.zeros(x.shape[1])
+    squares = np.zeros(x.shape[1])
+    for rows in torch.arange(len(source.train)).split(1024):  # in blocks: x may be larger than memory
+        block = replace(source.train, pixels=Pixels()).inputs(rows, torch.float64)
+        total += block.sum(dim=(0, 2, 3)).numpy()
+        squares += block.square().sum(dim=(0, 2, 3)).numpy()
+    n = len(source.train) * math.prod(x.shape[2:])
+    mean = total / n
+    std = np.sqrt(np.maximum(squares / n - mean**2, 0))
+    scaling = Pixels(tuple(mean.tolist()), tuple(np.where(std > 0, std, 1).tolist()))  # a constant channel stays so
+    return replace(source, train=replace(source.train, pixels=scaling), test=replace(source.test, pixels=scaling))
+
+
 def _balanced(labels: Rows, rows: Rows, num_classes: int, size: int, seed: int, purpose: str) -> Rows:
     """`size` of these rows per class, but at most half of a class."""
     counts = np.bincount(labels[rows], minlength=num_classes)
     return rows[longtail.choose(labels[rows], np.minimum(size, counts // 2).tolist(), seed, purpose)]
 
 
-def _sizes(options: DataOptions, counts: list[int]) -> list[int]:
+def _tail(options: DataOptions, class_names: Sequence[str]) -> list[int] | None:
+    """The tail that the options name, as numbers. None: the classes with the fewest examples."""
+    if options.imbalance != "binary" and options.tail_classes == CUT:
+        return None
+    for c in options.tail_classes:
+        if c not in class_names if isinstance(c, str) else not 0 <= c < len(class_names):
+            some = ", ".join(class_names[:10]) + (", ..." if len(class_names) > 10 else "")
+            raise ConfigError(
+                f"data.tail_classes names {c!r}, which is no class of {options.source}; choose from {some}"
+            )
+    return [class_names.index(c) if isinstance(c, str) else c for c in options.tail_classes]
+
+
+def _sizes(options: DataOptions, counts: list[int], tail: Sequence[int] | None) -> list[int]:
     if options.imbalance == "exponential":
         return longtail.exponential(counts, options.ir, options.head_cap)
     if options.imbalance == "binary":
-        return longtail.binary(counts, options.ir, options.tail_classes, options.head_cap)
+        assert tail is not None  # binary imbalance always has one
+        return longtail.binary(counts, options.ir, tail, options.head_cap)
     return longtail.natural(counts, options.head_cap)
 
 

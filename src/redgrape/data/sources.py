@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from redgrape import own_code
 from redgrape.data import table
 from redgrape.data.examples import Examples, Pixels
 from redgrape.data.longtail import choose
@@ -156,19 +157,25 @@ def load(
     *,
     seed: int = 0,
     image_size: int | None = None,
+    letterbox: bool = False,
     roles: table.Roles | None = None,
 ) -> Source:
     """The data called `source`: a public set, or the path of a folder of images, an .npz file (see user_data.py) or a
     table.
 
-    The seed decides the held-out test split of a user's data without a test set. image_size resizes a folder's images.
-    roles: what the columns of a table are for.
+    The seed decides the held-out test split of a user's data without a test set. image_size resizes a folder's images,
+    and letterbox keeps their proportions. roles: what the columns of a table are for.
     """
     if source in READERS:
-        if image_size is not None:
-            raise ConfigError(f"image_size is for folders of images; {source} has a fixed size, so leave it out")
+        if image_size is not None or letterbox:
+            name = "letterbox" if image_size is None else "image_size"
+            raise ConfigError(f"{name} is for folders of images; {source} has a fixed size, so leave it out")
         return READERS[source](data_root(root))
     path = Path(source).expanduser()
+    if own_code.is_own(source) and not path.exists():
+        from redgrape.data.own import as_source
+
+        return as_source(own_code.load(source, "data")(), source, seed)
     if not path.exists():
         error = unknown("data source", source, READERS)
         raise ConfigError(
@@ -178,10 +185,11 @@ def load(
     from redgrape.data import user_data
 
     if table.is_table(source) and not path.is_dir():
-        if image_size is not None:
-            raise ConfigError(f"image_size is for folders of images, but {source} is a table; leave it out")
+        if image_size is not None or letterbox:
+            name = "letterbox" if image_size is None else "image_size"
+            raise ConfigError(f"{name} is for folders of images, but {source} is a table; leave it out")
         return user_data.of_table(table.read(path), roles or table.Roles(), seed, path.stem)
-    return user_data.load(path, data_root(root), seed=seed, image_size=image_size)
+    return user_data.load(path, data_root(root), seed=seed, image_size=image_size, letterbox=letterbox)
 
 
 def digest_of(path: Path, kind: str) -> str:

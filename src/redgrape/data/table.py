@@ -139,7 +139,7 @@ class Table:
 
 
 def is_table(source: str) -> bool:
-    return source.lower().endswith(SUFFIXES)
+    return source.lower().endswith(SUFFIXES) and Path(source).name != "manifest.csv"  # it lists images
 
 
 def read(path: Path) -> Table:

@@ -1,28 +1,26 @@
-"""A user's own data: a folder of images with one sub-folder per class, an .npz file of arrays, or a table.
+"""A user's own data: images (see images.py), an .npz file of arrays, or a table (see table.py).
 
-Data is mapped, not loaded, if possible. Images are decoded once into a cache file, and the uncompressed arrays of an
-.npz file are mapped in place, so both may be larger than memory.
+Data is mapped, not loaded, if possible. The uncompressed arrays of an .npz file are mapped in place, so they may be
+larger than memory.
 """
 
 from __future__ import annotations
 
-import hashlib
 import math
 import os
-import warnings
 import zipfile
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
 import numpy as np
 
+from redgrape.data import images
 from redgrape.data.examples import Examples
 from redgrape.data.federation import check_class_names
 from redgrape.data.longtail import choose
 from redgrape.data.sources import Source, one_line
 from redgrape.data.table import Roles, Table, raw
-from redgrape.errors import ConfigError, DataError, StorageError
+from redgrape.errors import ConfigError, DataError
 from redgrape.runs import durable
 
 if TYPE_CHECKING:
@@ -30,11 +28,7 @@ if TYPE_CHECKING:
 
     Rows = NDArray[np.int64]
 
-IMAGE_FORMATS = ["PNG", "JPEG", "BMP", "GIF", "WEBP", "TIFF"]  # others may run programs, as PostScript does
-IMAGE_SUFFIXES = {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff"}
 TEST_SHARE = 0.2
-LARGEST_SIDE = 4096  # pixels
-SHA256 = 32  # bytes
 AS_PLAIN = "numbers as array.astype(np.float32), names as array.astype(str)"
 LARGE, UNLIKELY = 1 << 30, 200  # bytes, and a compression ratio that no honest array of that size reaches
 
@@ -45,18 +39,20 @@ def load(
     *,
     seed: int,
     image_size: int | None = None,
+    letterbox: bool = False,
     hold_out: bool = True,
     fewest_classes: int = 2,
 ) -> Source:
     """The data at this path. The cache of decoded images is under `root`. Data without a test set gives some of its
     rows for one if `hold_out`. `fewest_classes`: a part of the data may have a single class folder."""
-    if durable.ordinary(path, DataError).is_dir():
-        return _from_folder(path, root, seed, image_size, hold_out, fewest_classes)
+    if durable.ordinary(path, DataError).is_dir() or images.is_manifest(path):
+        return _from_images(path, root, seed, image_size, letterbox, hold_out, fewest_classes)
     if path.suffix != ".npz":
         raise ConfigError(f"{path} is neither a folder of images nor an .npz file; a table cannot be used here")
-    if image_size is not None:
-        raise ConfigError(f"image_size is for folders of images; the arrays of {path} are not resized, so leave it out")
-    return _from_npz(path, seed, hold_out)
+    if image_size is not None or letterbox:
+        name = "letterbox" if image_size is None else "image_size"
+        raise ConfigError(f"{name} is for folders of images; the arrays of {path} are not resized, so leave it out")
+    return from_arrays(Arrays(path), path, seed, hold_out)
 
 
 def of_table(table: Table, roles: Roles, seed: int, name: str) -> Source:
@@ -93,177 +89,23 @@ def _split(everything: Examples, test_rows: Rows) -> tuple[Rows, Examples, Examp
     return train_rows, everything.take(train_rows), everything.take(test_rows)
 
 
-@dataclass(frozen=True)
-class _Listing:
-    """The images of a folder in a fixed order, each with its class and whether it is in the test set."""
-
-    folder: Path
-    class_names: list[str]
-    paths: list[Path]
-    labels: Rows
-    test: NDArray[np.bool_] | None
-
-
-def _from_folder(
-    folder: Path, root: Path, seed: int, image_size: int | None, hold_out: bool, fewest_classes: int
+def _from_images(
+    path: Path, root: Path, seed: int, image_size: int | None, letterbox: bool, hold_out: bool, fewest_classes: int
 ) -> Source:
-    if image_size is not None and not 1 <= image_size <= LARGEST_SIDE:
-        raise ConfigError(f"image_size is {image_size}; it must be at least 1 and at most {LARGEST_SIDE}")
-    try:
-        listing = _list_images(folder, fewest_classes)
-        images: Any = _decoded(listing, root, image_size)
-    except OSError as error:
-        raise StorageError(f"cannot read or write {error.filename or folder}: {error.strerror or error}") from error
-    labels: Any = listing.labels
-    if listing.test is not None:
-        test_rows = np.flatnonzero(listing.test)
+    pictures = images.read(path, root, image_size, letterbox, fewest_classes)
+    labels: Any = pictures.labels
+    if pictures.test is not None:
+        test_rows = np.flatnonzero(pictures.test)
     else:
-        test_rows = held_out_rows(labels, len(listing.class_names), seed) if hold_out else np.zeros(0, np.int64)
-    _, train, test = _split(Examples(images, labels), test_rows)
-    return Source(folder.name, train, test, listing.class_names)
+        test_rows = held_out_rows(labels, len(pictures.class_names), seed) if hold_out else np.zeros(0, np.int64)
+    x: Any = pictures.images
+    train_rows, train, test = _split(Examples(x, labels), test_rows)
+    clients = None if pictures.sites is None else pictures.sites[train_rows]
+    return Source(path.stem, train, test, pictures.class_names, clients)
 
 
-def _list_images(folder: Path, fewest_classes: int) -> _Listing:
-    names = [entry.name for entry in visible_folders(folder)]
-    splits = ["train", "test"] if set(names) == {"train", "test"} else ["."]
-    classes = [[entry.name for entry in visible_folders(folder / split)] for split in splits]
-    if len(classes[0]) < fewest_classes:
-        raise DataError(
-            f"{folder / splits[0]} holds {len(classes[0])} class folders; it needs one sub-folder for each class"
-        )
-    if classes[0] != classes[-1]:
-        differing = sorted(set(classes[0]) ^ set(classes[-1]))
-        raise DataError(
-            f"{folder}: train and test must have the same class folders; only one of them has {differing[0]}"
-        )
-    paths: list[Path] = []
-    labels: list[int] = []
-    test: list[bool] = []
-    for split in splits:
-        for label, name in enumerate(classes[0]):
-            found = images_of_class(folder / split / name, folder)
-            paths += found
-            labels += [label] * len(found)
-            test += [split == "test"] * len(found)
-    return _Listing(folder, classes[0], paths, np.array(labels, np.int64), np.array(test) if len(splits) == 2 else None)
-
-
-def visible_folders(folder: Path) -> list[Path]:
-    return sorted(entry for entry in folder.iterdir() if entry.is_dir() and not entry.name.startswith("."))
-
-
-def images_of_class(class_folder: Path, folder: Path) -> list[Path]:
-    if inner := visible_folders(class_folder):
-        raise DataError(
-            f"{inner[0]} is a folder inside a class folder; images must lie directly in the folder of their class"
-        )
-    found = sorted(
-        entry
-        for entry in class_folder.iterdir()
-        if entry.suffix.lower() in IMAGE_SUFFIXES and not entry.name.startswith(".")
-    )
-    if not found:
-        raise DataError(f"{class_folder} holds no images; remove the folder or add images of its class")
-    for path in found:
-        if not path.is_file():
-            raise DataError(f"{path} is not a file, or a broken link; remove it")
-        if not path.resolve().is_relative_to(folder.resolve()):
-            raise DataError(f"{path} is a link to a place outside {folder}; replace it by a copy")
-    return found
-
-
-def _decoded(listing: _Listing, root: Path, image_size: int | None) -> NDArray[np.uint8]:
-    """The images as [n, channels, height, width], mapped from a cache file. The file is named after the listing it was
-    made from and ends in the SHA-256 of its content."""
-    key = hashlib.sha256(f"1 {image_size}\n".encode())
-    for path in listing.paths:
-        status = path.stat()
-        key.update(f"{path.relative_to(listing.folder)}\0{status.st_size}\0{status.st_mtime_ns}\n".encode())
-    cache = root / "decoded" / f"{key.hexdigest()[:32]}.npy"
-    try:
-        return _mapped_npy(cache, len(listing.paths))
-    except (OSError, ValueError, EOFError):  # missing or damaged
-        cache.parent.mkdir(parents=True, exist_ok=True)
-        _decode(listing, cache, image_size)
-        return _mapped_npy(cache, len(listing.paths))
-
-
-def _mapped_npy(path: Path, n: int) -> NDArray[np.uint8]:
-    with path.open("rb") as file:
-        digest = _digest_of(file, path.stat().st_size - SHA256)
-        if file.read() != digest:
-            raise ValueError(f"{path} is damaged")
-    images: NDArray[np.uint8] = np.load(path, mmap_mode="r", allow_pickle=False)
-    if images.ndim != 4 or len(images) != n or images.dtype != np.uint8:
-        raise ValueError(f"{path} does not hold {n} images")
-    return images
-
-
-def _digest_of(file: BinaryIO, size: int) -> bytes:
-    """The digest of the next `size` bytes, read in blocks: they may exceed memory."""
-    digest = hashlib.sha256()
-    while size > 0 and (block := file.read(min(size, 1 << 20))):
-        digest.update(block)
-        size -= len(block)
-    return digest.digest()
-
-
-def _decode(listing: _Listing, cache: Path, image_size: int | None) -> None:
-    """Decode every image into the cache file, which appears only when complete."""
-    modes_and_sizes = [open_image(path, lambda image: (image.mode, image.size)) for path in listing.paths]
-    mode = "L" if all(found in ("L", "1") for found, _ in modes_and_sizes) else "RGB"
-    width, height = modes_and_sizes[0][1] if image_size is None else (image_size, image_size)
-    for path, (found, size) in zip(listing.paths, modes_and_sizes, strict=True):
-        if found[0] in "IF":
-            raise DataError(f"{path} has pixels of more than 8 bits (mode {found}); convert it to 8 bits")
-        if image_size is None and size != (width, height):
-            raise DataError(
-                f"images differ in size: {listing.paths[0]} is {width}x{height} and {path} is {size[0]}x{size[1]}; "
-                f"pass image_size to resize all to one size"
-            )
-
-    def pixels(image: Any) -> NDArray[np.uint8]:
-        image = image.convert(mode)
-        if image.size != (width, height):
-            from PIL import Image
-
-            image = image.resize((width, height), Image.Resampling.BILINEAR)
-        return np.asarray(image).reshape(height, width, -1).transpose(2, 0, 1)
-
-    partial = cache.with_name(f".{cache.stem}.{os.getpid()}.part")
-    shape = (len(listing.paths), 1 if mode == "L" else 3, height, width)
-    try:
-        decoded = np.lib.format.open_memmap(partial, mode="w+", dtype=np.uint8, shape=shape)
-        with partial.open("r+b") as file:
-            if hasattr(os, "posix_fallocate"):  # a full disk must not kill a write into a map
-                os.posix_fallocate(file.fileno(), 0, partial.stat().st_size)
-            for row, path in enumerate(listing.paths):
-                decoded[row] = open_image(path, pixels)
-            decoded.flush()
-            file.write(_digest_of(file, partial.stat().st_size))
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(cache)
-    finally:
-        partial.unlink(missing_ok=True)
-
-
-def open_image(path: Path, use: Any) -> Any:
-    try:
-        from PIL import Image
-    except ImportError as error:
-        raise DataError("reading images needs Pillow; run `pip install redgrape[images]`") from error
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error", Image.DecompressionBombWarning)
-            with Image.open(durable.ordinary(path, DataError), formats=IMAGE_FORMATS) as image:
-                return use(image)
-    except Exception as error:  # decoders raise anything for damaged files
-        raise DataError(f"{path} cannot be read as an image ({one_line(error)}); replace or remove it") from error
-
-
-def _from_npz(path: Path, seed: int, hold_out: bool) -> Source:
-    arrays = Arrays(path)
+def from_arrays(arrays: Any, path: Path | str, seed: int, hold_out: bool) -> Source:
+    """The arrays of an .npz file, or a mapping like it whose `path` is its name."""
     apart = "x_test" in arrays or "y_test" in arrays
     (y, *more), names = labels_of(arrays, "y", *(["y_test"] if apart else []))
     x = as_inputs(arrays["x"], f"{path}: x")
@@ -292,7 +134,7 @@ def _from_npz(path: Path, seed: int, hold_out: bool) -> Source:
         clients = None if clients is None else clients[train_rows]
     if len(train) == 0 or (len(test) == 0 and hold_out):
         raise DataError(f"{path} gives {len(train)} training and {len(test)} test examples; both need at least one")
-    return Source(path.stem, train, test, names, clients)
+    return Source(Path(path).stem, train, test, names, clients)
 
 
 class Arrays:
@@ -358,23 +200,21 @@ def _npy_header(file: BinaryIO) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
 
 
 def as_inputs(x: Any, what: str) -> Any:
-    """Floats unchanged; uint8 images with the channels first."""
+    """Floats unchanged; images of uint8 or uint16 with the channels first."""
     if not x.dtype.isnative:
         x = x.astype(x.dtype.newbyteorder("="))
     if 0 in x.shape[1:]:
         raise DataError(f"{what} has shape {x.shape}; an example must hold at least one number")
-    if x.dtype == np.uint8:
+    if x.dtype in (np.uint8, np.uint16):
         if x.ndim == 3:
             return x[:, None]
         if x.ndim == 4 and x.shape[1] in (1, 3):
             return x
         if x.ndim == 4 and x.shape[3] in (1, 3):
             return np.moveaxis(x, 3, 1)
-        raise DataError(
-            f"{what} has shape {x.shape}; uint8 images are [n, h, w], [n, c, h, w] or [n, h, w, c], c 1 or 3"
-        )
+        raise DataError(f"{what} has shape {x.shape}; images are [n, h, w], [n, c, h, w] or [n, h, w, c], c 1 or 3")
     if x.dtype not in (np.float16, np.float32, np.float64):
-        raise DataError(f"{what} holds {x.dtype}; pass images as uint8, anything else as float32")
+        raise DataError(f"{what} holds {x.dtype}; pass images as uint8 or uint16, anything else as float32")
     if x.ndim < 2:
         raise DataError(f"{what} has shape {x.shape}; it needs a row for each example and at least one column")
     if x.dtype == np.float64:
@@ -392,7 +232,7 @@ def _check_range(x: Any, what: str) -> None:
             raise DataError(f"{what} has {value:g} in row {start + beyond[0][0]}, which no float32 can hold; scale x")
 
 
-def labels_of(arrays: Arrays, *which: str) -> tuple[list[Any], list[str]]:
+def labels_of(arrays: Any, *which: str) -> tuple[list[Any], list[str]]:
     """The class numbers in these arrays, and the names of the classes. Arrays of strings name classes themselves: those
     of `class_names`, or all of them in sorted order."""
     named = [arrays[name] for name in which]
@@ -431,7 +271,7 @@ def _numbers_or_names(values: Any, what: str) -> Any:
     return values
 
 
-def _same_length(path: Path, name: str, values: Any, x: Any) -> None:
+def _same_length(path: Path | str, name: str, values: Any, x: Any) -> None:
     if len(values) != len(x):
         raise DataError(
             f"{path}: {name} has {len(values)} entries for {len(x)} rows of inputs; there must be one for each"
@@ -442,7 +282,7 @@ def highest_label(labels: Rows) -> int:
     return int(labels.max()) if len(labels) else -1
 
 
-def names_of_classes(arrays: Arrays, highest: int, examples: int) -> list[str]:
+def names_of_classes(arrays: Any, highest: int, examples: int) -> list[str]:
     if "class_names" not in arrays:
         if highest >= examples:
             raise DataError(
@@ -461,7 +301,7 @@ def names_of_classes(arrays: Arrays, highest: int, examples: int) -> list[str]:
     return names
 
 
-def rows_for_test(arrays: Arrays, n: int) -> Rows:
+def rows_for_test(arrays: Any, n: int) -> Rows:
     test = arrays["test"]
     if test.dtype != np.bool_ or test.shape != (n,):
         raise DataError(

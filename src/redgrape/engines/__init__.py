@@ -8,7 +8,6 @@ from types import TracebackType
 from typing import Literal, NamedTuple, Protocol, Self, TypeAlias
 
 import torch
-from torch import Tensor
 
 from redgrape import determinism, tree
 from redgrape.data.examples import Examples
@@ -16,7 +15,7 @@ from redgrape.data.federation import ClientData
 from redgrape.determinism import keep_freed_memory, same_bits_everywhere
 from redgrape.errors import ConfigError
 from redgrape.exchange import Exchange
-from redgrape.learning import evaluation
+from redgrape.learning import sums
 from redgrape.learning.evaluation import Scores
 from redgrape.method import ClientId, ClientSite, Method, Site
 from redgrape.nets.net import Net
@@ -46,6 +45,10 @@ class Lost(NamedTuple):
     """A client that did not answer, and why."""
 
     reason: str
+
+
+class StateLost(Lost):
+    """A client that no longer has the state that the run counts on. None of the round's answers is used then."""
 
 
 class Engine(Protocol):
@@ -156,8 +159,8 @@ class ClientHalf:
             raise ConfigError("there is no validation split; hold one out with data.validation")
         return examples
 
-    def score(self, model: Tensors, split: Split, starts: range) -> list[tuple[Tensor, float]]:
-        """The scores of the batches that start at these rows."""
+    def score(self, model: Tensors, split: Split, starts: range) -> Tensors:
+        """The sums over the batches that start at these rows."""
         examples = self.examples(split)
         site = Site(
             self.build,
@@ -170,7 +173,7 @@ class ClientHalf:
         )
         with same_bits_everywhere():
             net = site.load(model).eval()
-            return [evaluation.batch_scores(net, examples, start, self.device) for start in starts]
+            return sums.of_batches(net, examples, starts, self.device)
 
 
 def create(half: ClientHalf, workers: int, deadline: float | None = None) -> Engine:

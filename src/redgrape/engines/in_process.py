@@ -8,7 +8,7 @@ from typing import Self
 
 from redgrape import tree
 from redgrape.engines import Answer, ClientHalf, Lost, Split, SumOfAnswers
-from redgrape.learning import evaluation
+from redgrape.learning import evaluation, sums
 from redgrape.learning.evaluation import Scores
 from redgrape.method import ClientId
 from redgrape.tree import Tensors, Tree
@@ -30,8 +30,8 @@ class InProcess:
         return self._half.survey(clients)
 
     def evaluate(self, model: Tensors, split: Split) -> Scores:
-        starts = evaluation.batch_starts(self._half.examples(split))
-        return evaluation.combine(self._half.score(model, split, starts))
+        starts = sums.batch_starts(self._half.examples(split))
+        return evaluation.combine([self._half.score(model, split, starts)])
 
     def close(self) -> None:
         pass

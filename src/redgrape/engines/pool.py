@@ -36,7 +36,7 @@ from redgrape.engines import Answer, ClientHalf, Lost, Split
 from redgrape.engines.shared_memory import Mailbox, SharedFederation
 from redgrape.errors import ConfigError, RedgrapeError
 from redgrape.exchange import Exchange
-from redgrape.learning import evaluation
+from redgrape.learning import evaluation, sums
 from redgrape.learning.evaluation import Scores
 from redgrape.method import ClientId, Method
 from redgrape.nets.net import Net
@@ -110,7 +110,7 @@ class Pool:
         return self._half.survey(clients)
 
     def evaluate(self, model: Tensors, split: Split) -> Scores:
-        starts = evaluation.batch_starts(self._half.examples(split))
+        starts = sums.batch_starts(self._half.examples(split))
         share = -(-len(starts) // len(self._workers))  # batches per worker, rounded up
         tasks = range(0, len(starts), share)
         parts: dict[int, Tree] = {}
@@ -118,7 +118,7 @@ class Pool:
             if isinstance(part, Lost):
                 raise RedgrapeError(f"evaluation took its worker down {ATTEMPTS} times ({part.reason})")
             parts[i] = part
-        return evaluation.combine([score for _, part in sorted(parts.items()) for score in _rows(part)])
+        return evaluation.combine([part for _, part in sorted(parts.items())])
 
     def _run(
         self, kind: str, tasks: Sequence[int], job: Callable[[int], _Job], payload: Tree
@@ -374,8 +374,7 @@ def _serve(
                 }
             else:
                 split, starts = details
-                confusions, losses = zip(*half.score(payload, split, starts), strict=True)
-                answer = {"confusion": torch.stack(confusions), "loss": torch.tensor(losses, dtype=torch.float64)}
+                answer = half.score(payload, split, starts)
             connection.send(("answer", outbox.write(answer)))
         except RedgrapeError as error:
             connection.send(("refused", error))
@@ -389,11 +388,6 @@ def _end_with_coordinator() -> None:
     assert coordinator is not None
     coordinator.join()
     os._exit(1)
-
-
-def _rows(scores: Tree) -> Iterator[tuple[torch.Tensor, float]]:
-    """The confusion counts and the loss of each batch."""
-    return zip(scores["confusion"], scores["loss"].tolist(), strict=True)
 
 
 def _error_in_client(kind: str, task: int, text: str) -> RuntimeError:

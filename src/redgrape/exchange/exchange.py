@@ -111,12 +111,23 @@ class Exchange(BaseModel):
         if summed and self.rule != "mean":
             return f"a secure sum shows no single updates, and exchange.rule={self.rule} compares them"
         sums = [part for part in parts.values() if isinstance(part, Sum)]
+        for part in sums:
+            # A first message is a client's whole part, a later one only its change: their distance means nothing.
+            # A lie that was taken once stays, and small ones add up.
+            if part.running and self.rule != "mean":
+                return (
+                    f"a running sum keeps what a malicious client once added, and exchange.rule={self.rule} does not "
+                    f"take it back; {part.instead}"
+                )
+            if part.running and self.clip is not None:
+                return (
+                    "clients keep track of what they add to a running sum, and exchange.clip would shorten it; "
+                    f"{part.instead}"
+                )
         if sums and self.rule in ("median", "trimmed_mean"):
             return (
                 f"the server adds parts of the updates up, and exchange.rule={self.rule} gives no sum; choose another"
             )
-        if any(part.running for part in sums) and (self.clip is not None or self.rule == "norm_clipping"):
-            return "clients keep track of what they add to a running sum, and clipping would shorten it"
         whole = any(not t.is_floating_point() for part in sums for t in part.like.values())
         if whole and (self.clip is not None or self.rule == "norm_clipping"):
             return "the server sums whole numbers of the updates, which cannot be clipped; choose another rule"

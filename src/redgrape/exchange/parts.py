@@ -37,10 +37,11 @@ class Direction:
 @dataclass(frozen=True)
 class Sum:
     """Tensors that are added up in float64. `running`: they are the change of a sum that the client keeps track of, so
-    they must be added as sent."""
+    they must be added as sent. `instead`: what to choose where that is refused."""
 
     like: Tensors
     running: bool = False
+    instead: str = "choose another method"
 
 
 @dataclass(frozen=True)
@@ -104,5 +105,4 @@ def class_rows(parts: Mapping[str, Part]) -> dict[str, ClassRows]:
 
 def directions(parts: Mapping[str, Part]) -> list[str]:
     """The parts with a common bound on their length, ordered by name: those that the server steps along or adds up."""
-    bounded = (name for name, part in parts.items() if not (isinstance(part, Sum) and part.running))
-    return sorted(name for name in bounded if isinstance(parts[name], Direction | Sum))
+    return sorted(name for name, part in parts.items() if isinstance(part, Direction | Sum))

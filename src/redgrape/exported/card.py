@@ -6,11 +6,13 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from redgrape.data.prepare import CUT
 from redgrape.reading import judged
 
 FIGURES = {
     "accuracy": "overall",
     "balanced": "class-balanced",
+    "macro_f1": "macro F1 score",
     "head": "head classes",
     "middle": "middle classes",
     "tail": "tail classes",
@@ -20,8 +22,8 @@ FIGURES = {
 _PART_OF_GRAPH = "the normalisation is part of the graph"
 
 
-def write_card(card: Mapping[str, Any], told: str) -> str:
-    """Write the card from the content of model.json. `told` is what the method discloses beyond plain averaging."""
+def write_card(card: Mapping[str, Any], disclosed: str) -> str:
+    """Write the card from model.json. `disclosed` is what the method discloses beyond plain averaging."""
     run, experiment = card["run"], card["run"]["experiment"]
     sections = [
         f"# {plain(experiment['method']['name'])} on {plain(experiment['data']['source'])}",
@@ -39,7 +41,7 @@ def write_card(card: Mapping[str, Any], told: str) -> str:
         "## Limits",
         _limits(card),
         "## Privacy",
-        _privacy(told, summed=bool(run.get("secure_aggregation"))),
+        _privacy(disclosed, summed=bool(run.get("secure_aggregation"))),
     ]
     return "\n\n".join(sections) + "\n"
 
@@ -78,10 +80,13 @@ def _what_it_is(card: Mapping[str, Any]) -> str:
 def _use(card: Mapping[str, Any]) -> str:
     shape = ", ".join(["n", *map(str, card["input"]["shape"])])
     if pixels := card["input"]["pixels"]:
+        bars = card["input"].get("letterbox")
+        how = "between black bars" if bars else "which distorts them if their aspect ratio differs"
         treatment = (
-            f"`x` holds pixels as uint8, [{shape}]. The model normalises them: divided by 255, minus the mean "
+            f"`x` holds pixels as {card['input']['dtype']}, [{shape}]. The model normalises them: divided by "
+            f"{pixels['divided_by']}, minus the mean "
             f"{_numbers(pixels['mean'])}, divided by the standard deviation {_numbers(pixels['std'])} of each channel. "
-            f"Image files of another size are resized, which distorts them if their aspect ratio differs."
+            f"Image files of another size are resized, {how}."
         )
     elif rows := card["input"].get("table"):
         names = ", ".join(plain(column["name"]) for column in rows["columns"])
@@ -140,6 +145,9 @@ def _tested_on(run: Mapping[str, Any]) -> str:
 
 def _head_and_tail(run: Mapping[str, Any]) -> str:
     if run["class_counts"] is not None:
+        data = run["experiment"]["data"]
+        if data["imbalance"] != "binary" and tuple(data.get("tail_classes", CUT)) != CUT:
+            return "The tail consists of the classes that the experiment names. All others are the head."
         return "Head and tail are the classes with the most and the fewest training examples."
     if run["groups"]["tail"]:
         return (
@@ -150,7 +158,7 @@ def _head_and_tail(run: Mapping[str, Any]) -> str:
 
 def _classes(card: Mapping[str, Any]) -> str:
     run = card["run"]
-    group = {c: name for name, classes in run["groups"].items() for c in classes}
+    group = {c: name for name in ("head", "middle", "tail") for c in run["groups"][name]}
     last = (run["last"] or {}).get("per_class")
     mean = run["per_class_mean_of_last"]
     rows = [
@@ -224,7 +232,7 @@ def _limits(card: Mapping[str, Any]) -> str:
     )
 
 
-def _privacy(told: str, *, summed: bool) -> str:
+def _privacy(disclosed: str, *, summed: bool) -> str:
     general = (
         "In federated learning the examples stay with the clients. But what a client sends is computed from them "
         "and can reveal something about them. So can the weights in this folder."
@@ -233,7 +241,7 @@ def _privacy(told: str, *, summed: bool) -> str:
         "This model was trained with secure aggregation: client messages reached the server masked. It "
         "could read the sum over the clients of a round, but no client's own part."
     )
-    return "\n\n".join(words for words in (general, told, sums if summed else "") if words)
+    return "\n\n".join(words for words in (general, disclosed, sums if summed else "") if words)
 
 
 def _numbers(values: Sequence[float]) -> str:

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from redgrape import nets, tree
+from redgrape import nets, own_code, tree
 from redgrape.errors import ConfigError, StorageError, unknown
 from redgrape.exported.card import write_card
 from redgrape.exported.model import (
@@ -37,11 +37,14 @@ from redgrape.exported.model import (
     pixels_of,
     torch_forward,
 )
+from redgrape.nets import pretrained
 from redgrape.nets.net import Net
-from redgrape.privacy.disclosure import told_in
+from redgrape.privacy.disclosure import recorded_disclosures
 from redgrape.reading import judged
 from redgrape.reading.run_tables import RunView
 from redgrape.runs import checksums, durable
+from redgrape.runs.experiment import NetOptions
+from redgrape.runs.figures import unpacked_record
 from redgrape.runs.folder import RunFolder
 from redgrape.runs.run import check_model, digest_of_state
 from redgrape.training import RunState
@@ -55,7 +58,7 @@ def export(run: Path, out: Path, format: Format = "safetensors") -> Path:
     with durable.storage_errors("read", out):
         if out.exists() and (not out.is_dir() or any(out.iterdir())):
             raise ConfigError(f"'{out}' already exists and is not an empty folder; choose another")
-    card, weights, told = _described(run, format)
+    card, weights, told, _ = _described(run, format)
     files = {
         WEIGHTS[format]: weights,
         "model.json": json.dumps(card, indent=2, allow_nan=False).encode() + b"\n",
@@ -65,25 +68,27 @@ def export(run: Path, out: Path, format: Format = "safetensors") -> Path:
     return out
 
 
-def open_model(path: Path) -> Model:
-    """The model in a folder that `export` wrote, or that of a run's newest checkpoint."""
+def open_model(path: Path, code: Path | None = None) -> Model:
+    """The model in a folder that `export` wrote, or that of a run's newest checkpoint. `code`: see `load_model`."""
     if not (path / "experiment.toml").is_file():
-        return load_model(path)
-    card, weights, _ = _described(path, "safetensors")
-    return Model(card, torch_forward(weights, Description.model_validate(card), path))
+        return load_model(path, code)
+    card, weights, _, own_net = _described(path, "safetensors")
+    return Model(card, torch_forward(weights, Description.model_validate(card), path, own_net))
 
 
-def _described(run: Path, format: Format) -> tuple[dict[str, Any], bytes, str]:
-    """The content of model.json, the weights, and what the method discloses."""
+def _described(run: Path, format: Format) -> tuple[dict[str, Any], bytes, str, str | None]:
+    """The content of model.json, the weights, what the method discloses, and where the user's own net is."""
     folder = RunFolder.open(run)
     view = RunView.read(run)
     state = newest_state(folder, view)
     environment = view.environment or {}
+    code = _unchanged_code(view, environment)
     try:
-        name = view.experiment["net"]["name"]
+        net = NetOptions.parse(view.experiment["net"])
         shape, classes = tuple(environment["input"]["shape"]), len(environment["class_names"])
+        inputs = (pretrained.features(net.name, shape, net.size),) if net.is_frozen else shape
         with torch.device("meta"):
-            expected = nets.build(name, shape, classes, seed=0).state_dict()
+            expected = nets.build(**net.trained, shape=inputs, num_classes=classes, seed=0).state_dict()
     except (KeyError, TypeError, RuntimeError) as error:
         raise StorageError(
             f"'{run / 'environment.json'}' is damaged: input and classes are missing or invalid"
@@ -93,15 +98,42 @@ def _described(run: Path, format: Format) -> tuple[dict[str, Any], bytes, str]:
     card: dict[str, Any] = {
         "format": FORMAT,
         "weights": {"format": format, "sha256": ""},
-        "net": name,
+        "net": _without_paths(net.name),
+        **({} if code is None else {"code": code}),
+        **({"head": net.head, "size": pretrained.side(shape, net.size)} if net.is_pretrained else {}),
         "dtype": str(model["classifier.weight"].dtype).removeprefix("torch."),
-        "input": environment["input"],
+        "input": environment["input"] | ({"letterbox": True} if view.experiment["data"].get("letterbox") else {}),
         "class_names": environment["class_names"],
         "run": _facts(view, state, environment),
     }
-    weights = tree.to_bytes(model) if format == "safetensors" else _onnx(model, Description.model_validate(card))
+    description = Description.model_validate(card)
+    if net.is_frozen:
+        model = _with_encoder(model, net, description, environment)
+    weights = tree.to_bytes(model) if format == "safetensors" else _onnx(model, description, net.name)
     card["weights"]["sha256"] = hashlib.sha256(weights).hexdigest()
-    return card, weights, told_in(view)["beyond_averaging"]
+    return card, weights, recorded_disclosures(view)["beyond_averaging"], None if code is None else net.name
+
+
+def _unchanged_code(view: RunView, environment: Mapping[str, Any]) -> str | None:
+    """The SHA-256 of the user's own code of the net, None for other nets. It is compared before the code is run."""
+    name = str(view.experiment["net"]["name"])
+    if pretrained.is_pretrained(name) or not own_code.is_own(name):
+        return None
+    path = own_code.file_of(name)
+    code = own_code.digests([path])[path.name]
+    if environment.get("files", {}).get(path.name) != code:
+        raise ConfigError(f"'{path}' has changed since the run began; restore the old file")
+    return code
+
+
+def _with_encoder(head: Tensors, net: NetOptions, description: Description, environment: Mapping[str, Any]) -> Tensors:
+    """The frozen encoder and the trained head as one model, from images to logits."""
+    if pretrained.digest(net.name, net.weights) != environment["files"].get(net.name):
+        raise StorageError(f"the weights of net '{net.name}' have changed since the run began; restore the old ones")
+    whole = description.build()
+    pretrained.load(whole, net.name, net.weights)
+    named = {key.replace("encoder.", "encoder.1.", 1): t for key, t in head.items()}
+    return whole.state_dict() | named
 
 
 def newest_state(folder: RunFolder, view: RunView) -> RunState:
@@ -121,7 +153,7 @@ def newest_state(folder: RunFolder, view: RunView) -> RunState:
 
 
 def _facts(view: RunView, state: RunState, environment: Mapping[str, Any]) -> dict[str, Any]:
-    evaluated = {record["round"]: record["test"] for record in view.metrics if "test" in record}
+    evaluated = {record["round"]: record["test"] for record in map(unpacked_record, view.metrics) if "test" in record}
     summary = view.summary or {}
     return {
         "round": state.round,
@@ -133,7 +165,7 @@ def _facts(view: RunView, state: RunState, environment: Mapping[str, Any]) -> di
         "split": environment["split"],
         "class_counts": environment["class_counts"],
         "test_counts": judged.counts_of(environment, summary),
-        "clients": len(environment["client_counts"] or environment.get("sites", [])),
+        "clients": judged.clients_in(environment),
         "groups": environment["groups"],
         "secure_aggregation": bool(environment.get("secure_aggregation")),
         "evaluated": environment.get("evaluated", "server"),
@@ -167,18 +199,18 @@ class _FromRawInputs(nn.Module):
         return self.from_raw(x)
 
 
-def _onnx(model: Tensors, description: Description) -> bytes:
+def _onnx(model: Tensors, description: Description, net_name: str) -> bytes:
     """The graph from raw inputs (`pixels` or `x`, any number of rows) to `logits`."""
     for name in ("onnx", "onnxscript"):
         try:
             importlib.import_module(name)
         except ImportError as error:
             raise ConfigError(f"the format onnx needs the package {name}; run `pip install redgrape[onnx]`") from error
-    shape, is_pixels = description.input.shape, description.input.dtype == "uint8"
+    shape, is_pixels = description.input.shape, description.input.dtype != "float"
     dtype: torch.dtype = getattr(torch, description.dtype)
-    net = nets.build(description.net, shape, len(description.class_names), seed=0).to(dtype)
+    net = description.build(net_name).to(dtype)
     net.load_state_dict(model)
-    rows = torch.zeros((2, *shape), dtype=torch.uint8 if is_pixels else dtype)
+    rows = torch.zeros((2, *shape), dtype=getattr(torch, description.input.dtype) if is_pixels else dtype)
     log = logging.getLogger("torch.onnx")
     level = log.level
     log.setLevel(logging.ERROR)

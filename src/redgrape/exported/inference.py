@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import csv
+import io
+from collections.abc import Iterable, Sequence
+from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from redgrape.data import user_data
+from redgrape.data import images, user_data
 from redgrape.data.examples import Examples
+from redgrape.data.federation import Groups
 from redgrape.data.table import Columns, Table, is_table, read
 from redgrape.errors import DataError
 from redgrape.exported.model import Model
-from redgrape.learning.evaluation import BATCH
+from redgrape.learning import evaluation, sums
+from redgrape.learning.sums import BATCH
 from redgrape.runs import durable
-
-CALIBRATION_BINS = 15
+from redgrape.tree import Tensors
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,15 @@ def predict_file(path: Path, model: Model) -> list[Prediction]:
     ]
 
 
+def as_csv(predictions: Sequence[Prediction]) -> str:
+    """A line of titles, and a line for each prediction."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow([field.name for field in fields(Prediction)])
+    writer.writerows(astuple(prediction) for prediction in predictions)
+    return text.getvalue()
+
+
 def read_inputs(path: Path, model: Model) -> tuple[Any, list[str]]:
     """Unlabelled inputs and their names: an image, a folder of images with or without sub-folders, `x` in an .npz file,
     or the rows of a table, counted from 1. Images are converted to the size and colours of the model."""
@@ -53,7 +64,7 @@ def read_inputs(path: Path, model: Model) -> tuple[Any, list[str]]:
         with durable.storage_errors("read", path):
             files = sorted(file for file in path.rglob("*") if _is_image(file.relative_to(path)) and file.is_file())
         if not files:
-            raise DataError(f"'{path}' holds no images ({' '.join(sorted(user_data.IMAGE_SUFFIXES))})")
+            raise DataError(f"'{path}' holds no images ({' '.join(sorted(images.SUFFIXES))})")
         return _decoded(files, model), [file.relative_to(path).as_posix() for file in files]
     if not path.exists():
         raise DataError(f"'{path}' does not exist; pass an image, a folder of images, an .npz file with `x` or a table")
@@ -87,12 +98,12 @@ def names_test_set(path: Path, model: Model) -> bool:
 
 def _labelled_folder(path: Path, model: Model) -> Examples:
     with durable.storage_errors("read", path):
-        folders = user_data.visible_folders(path)
+        folders = images.visible_folders(path)
         if {folder.name for folder in folders} == {"train", "test"} and "test" not in model.class_names:
-            folders = user_data.visible_folders(path / "test")
+            folders = images.visible_folders(path / "test")
         files, labels = [], []
         for folder, label in zip(folders, _class_numbers([f.name for f in folders], model, path), strict=True):
-            found = user_data.images_of_class(folder, path)
+            found = images.images_of_class(folder, path)
             files += found
             labels += [label] * len(found)
     if not files:
@@ -138,7 +149,7 @@ def _class_numbers(names: Sequence[str], model: Model, path: Path) -> list[int]:
 
 
 def _is_image(path: Path) -> bool:
-    return path.suffix.lower() in user_data.IMAGE_SUFFIXES and not any(part.startswith(".") for part in path.parts)
+    return path.suffix.lower() in images.SUFFIXES and not any(part.startswith(".") for part in path.parts)
 
 
 def _decoded(files: Sequence[Path], model: Model) -> Any:
@@ -147,74 +158,33 @@ def _decoded(files: Sequence[Path], model: Model) -> Any:
         raise DataError(f"'{files[0]}': the model takes {model.takes}, not images; pass an .npz file with `x`")
     c, h, w = model.shape
 
+    mode: images.Mode = "16 bits" if model.dtype == "uint16" else "L" if c == 1 else "RGB"
+
     def pixels(image: Any) -> Any:
-        from PIL import Image
+        return images.pixels(image, mode, (w, h), model.letterbox)
 
-        if image.mode[0] in "IF":
-            raise ValueError(f"its pixels have more than 8 bits (mode {image.mode})")
-        image = image.convert("L" if c == 1 else "RGB")
-        if image.size != (w, h):
-            image = image.resize((w, h), Image.Resampling.BILINEAR)
-        return np.asarray(image).reshape(h, w, c).transpose(2, 0, 1)
-
-    return np.stack([user_data.open_image(file, pixels) for file in files])
+    return np.stack([images.open_image(file, pixels) for file in files])
 
 
-def evaluate_model(model: Model, examples: Examples) -> dict[str, Any]:
-    """Evaluate the model on examples whose labels are indices of its classes. With p the probabilities of an example, y
-    its label, and means over all examples:
-
-        nll    mean of -log p_y
-        brier  mean of sum_c (p_c - [c = y])²
-        ece    sum over 15 bins of max p, ((b-1)/15, b/15], of the share of examples in it * |accuracy - mean max p|
-
-    precision, recall and f1 = 2 TP / (2 TP + FP + FN) are None for a class without examples, and precision also for a
-    class that is never predicted. `balanced` and `macro_f1` are means over the classes that have examples.
-    """
+def evaluate_model(model: Model, examples: Examples, groups: Groups | None = None) -> dict[str, Any]:
+    """Evaluate the model on examples whose labels are indices of its classes; `evaluation.detailed` has the figures."""
     if len(examples) == 0:
         raise DataError("there are no examples to evaluate")
-    n, C = len(examples), len(model.class_names)
+    C = len(model.class_names)
     examples = model.arranged(examples)
     examples.check(C, "evaluation data")
-    edges = torch.linspace(0, 1, CALIBRATION_BINS + 1, dtype=torch.float64)[1:-1]
-    surplus = torch.zeros(CALIBRATION_BINS, dtype=torch.float64)  # in each bin, the sum of [right] - max p
-    confusion = torch.zeros(C * C, dtype=torch.int64)
-    nll = brier = 0.0
-    for start in range(0, n, BATCH):
-        z = model.batch_logits(examples, start).double()
-        y = examples.labels[start : start + BATCH]
-        p, predicted = z.softmax(dim=1), z.argmax(dim=1)
-        highest = p.amax(dim=1)
-        surplus.index_add_(0, torch.bucketize(highest, edges), (predicted == y).double() - highest)
-        confusion += torch.bincount(y * C + predicted, minlength=C * C)
-        nll += float(F.cross_entropy(z, y, reduction="sum"))
-        brier += float((p - F.one_hot(y, C)).square().sum())
-    per_class = _per_class(confusion.reshape(C, C), model.class_names)
-    known = [row for row in per_class if row["support"]]
-    return {
-        "examples": n,
-        "accuracy": int(confusion.reshape(C, C).trace()) / n,
-        "balanced": sum(row["recall"] for row in known) / len(known),
-        "macro_f1": sum(row["f1"] for row in known) / len(known),
-        "nll": nll / n,
-        "brier": brier / n,
-        "ece": float(surplus.abs().sum()) / n,
-        "per_class": per_class,
-        "confusion": confusion.reshape(C, C).tolist(),
-    }
+    batches = ((model.batch_logits(examples, s), examples.labels[s : s + BATCH]) for s in sums.batch_starts(examples))
+    return evaluate_batches(batches, groups or Groups((), (), ()), model.class_names)
 
 
-def _per_class(confusion: Tensor, class_names: Sequence[str]) -> list[dict[str, Any]]:
-    rows = []
-    for c, name in enumerate(class_names):
-        right, support, taken = int(confusion[c, c]), int(confusion[c].sum()), int(confusion[:, c].sum())
-        rows.append(
-            {
-                "class": name,
-                "support": support,
-                "precision": right / taken if support and taken else None,
-                "recall": right / support if support else None,
-                "f1": 2 * right / (support + taken) if support else None,
-            }
-        )
-    return rows
+def evaluate_batches(
+    batches: Iterable[tuple[Tensor, Tensor]], groups: Groups, class_names: Sequence[str]
+) -> dict[str, Any]:
+    """All figures from logits and labels, batch by batch."""
+    parts: list[Tensors] = []
+    more: Tensors = {}
+    for z, y in batches:
+        parts.append(sums.of_batch(z, y))
+        more = {name: t + more[name] if more else t for name, t in sums.of_scores(z, y).items()}
+    scores = evaluation.combine(parts)
+    return {**evaluation.detailed(scores, more, groups, class_names), "confusion": scores.confusion_cells()}

@@ -15,12 +15,13 @@ import torch
 from pydantic import BaseModel, Field, ValidationError, model_validator
 from torch import Tensor
 
-from redgrape import nets, tree
-from redgrape.data.examples import Examples, Pixels
+from redgrape import nets, own_code, tree
+from redgrape.data.examples import WHITE, Examples, Pixels
 from redgrape.data.table import Columns, listed, of_frame
 from redgrape.determinism import same_bits_everywhere
 from redgrape.errors import ConfigError, DataError
-from redgrape.learning.evaluation import BATCH
+from redgrape.learning.sums import BATCH
+from redgrape.nets import pretrained
 from redgrape.nets.net import Net
 from redgrape.runs import checksums, durable
 from redgrape.validation import one_line
@@ -45,8 +46,9 @@ class _Normalisation(BaseModel):
 
 class _Input(BaseModel):
     shape: tuple[Annotated[int, Field(gt=0)], ...]
-    dtype: Literal["uint8", "float"]
+    dtype: Literal["uint8", "uint16", "float"]
     pixels: _Normalisation | None
+    letterbox: bool = False
     table: Columns | None = None
 
     @model_validator(mode="after")
@@ -62,9 +64,17 @@ class Description(BaseModel):
     format: int
     weights: _Weights
     net: str
+    code: str | None = None  # SHA-256 of the file of a user's own net
+    head: str = "linear"  # these two are of pretrained encoders
+    size: int | None = None
     dtype: Literal["float16", "bfloat16", "float32", "float64"]
     input: _Input
     class_names: list[str] = Field(min_length=2)
+
+    def build(self, name: str | None = None) -> Net:
+        """The net, with random weights. `name`: where a user's own net is, since the description has no paths."""
+        classes = len(self.class_names)
+        return nets.build(name or self.net, self.input.shape, classes, seed=0, head=self.head, size=self.size)
 
 
 class Model:
@@ -82,7 +92,9 @@ class Model:
         self.card = dict(card)
         self.class_names: list[str] = list(card["class_names"])
         self.shape: tuple[int, ...] = tuple(card["input"]["shape"])
-        self.takes_pixels: bool = card["input"]["dtype"] == "uint8"
+        self.takes_pixels: bool = card["input"]["dtype"] != "float"
+        self.letterbox: bool = card["input"].get("letterbox", False)
+        self.dtype: str = card["input"]["dtype"]
         table = card["input"].get("table")
         self.columns = None if table is None else Columns.model_validate(table)
         self._forward = forward
@@ -97,7 +109,7 @@ class Model:
         if self.takes_pixels and len(self.shape) == 3:
             c, h, w = self.shape
             shapes += [(h, w), (h, w, c)] if c == 1 else [(h, w, c)]
-        kind = "uint8 pixels" if self.takes_pixels else "floats"
+        kind = f"{self.dtype} pixels" if self.takes_pixels else "floats"
         return f"{kind} of shape " + " or ".join(f"[{', '.join(['n', *map(str, shape)])}]" for shape in shapes)
 
     def __call__(self, x: Inputs, batch: int = BATCH) -> Tensor:
@@ -133,7 +145,7 @@ class Model:
         """The examples with channels first. Raise DataError if the model does not accept them."""
         x = examples.x
         given = tuple(x.shape[1:])
-        if (x.dtype == torch.uint8) == self.takes_pixels:
+        if (_name_of(x.dtype) if x.dtype in WHITE else "float") == self.dtype:
             if given == self.shape:
                 return examples
             if self.takes_pixels and len(self.shape) == 3:
@@ -142,12 +154,16 @@ class Model:
                     return replace(examples, x=x[:, None])
                 if given == (h, w, c):
                     return replace(examples, x=x.movedim(3, 1))
-        kind = str(x.dtype).removeprefix("torch.")
-        raise DataError(f"inputs are {kind} of shape {list(x.shape)}; the model takes {self.takes}")
+        raise DataError(f"inputs are {_name_of(x.dtype)} of shape {list(x.shape)}; the model takes {self.takes}")
 
 
-def load_model(folder: Path | str) -> Model:
-    """Load the model that `redgrape export` wrote to this folder, and verify its checksum."""
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def load_model(folder: Path | str, code: Path | str | None = None) -> Model:
+    """Load the model that `redgrape export` wrote to this folder, and verify its checksum. `code`: the Python file of
+    your own net. It is run if it is the one that the model was trained with."""
     folder = Path(folder)
     card, description = _read_card(folder)
     path = folder / WEIGHTS[description.weights.format]
@@ -155,8 +171,26 @@ def load_model(folder: Path | str) -> Model:
         data = durable.ordinary(path).read_bytes()
     if hashlib.sha256(data).hexdigest() != description.weights.sha256:
         raise DataError(f"'{path}' is damaged: its SHA-256 does not match model.json; export the model again")
-    load = _onnx_forward if description.weights.format == "onnx" else torch_forward
-    return Model(card, load(data, description, path))
+    if description.weights.format == "onnx":
+        return Model(card, _onnx_forward(data, description, path))
+    return Model(card, torch_forward(data, description, path, _own_net(description, code)))
+
+
+def _own_net(description: Description, code: Path | str | None) -> str | None:
+    """The name of a user's own net, in the file `code`. None for other nets."""
+    if description.code is None:
+        if own_code.is_own(description.net) and not pretrained.is_pretrained(description.net):
+            raise DataError(f"the model does not say which code its net '{description.net}' is; export it again")
+        return None
+    file, _, function = description.net.rpartition(":")
+    if code is None:
+        raise ConfigError(
+            f"the model's net is the function '{function}' of '{file}'; pass that file with --code (in Python: code=), "
+            "or export the model as ONNX"
+        )
+    if own_code.digests([Path(code)])[Path(code).name] != description.code:
+        raise ConfigError(f"'{code}' is not the file that the model was trained with (SHA-256 {description.code[:12]})")
+    return f"{code}:{function}"
 
 
 def _read_card(folder: Path) -> tuple[dict[str, Any], Description]:
@@ -179,12 +213,12 @@ def _read_card(folder: Path) -> tuple[dict[str, Any], Description]:
     return card, description
 
 
-def torch_forward(data: bytes, description: Description, path: Path) -> Forward:
+def torch_forward(data: bytes, description: Description, path: Path, name: str | None) -> Forward:
     dtype: torch.dtype = getattr(torch, description.dtype)
     try:
         tensors = tree.from_bytes(data)
-        _check_size(description, data)
-        net = nets.build(description.net, description.input.shape, len(description.class_names), seed=0).to(dtype)
+        _check_size(description, data, name)
+        net = description.build(name).to(dtype)
         net.load_state_dict(tensors)
     except (RuntimeError, ValueError, TypeError, safetensors.SafetensorError) as error:
         raise DataError(f"'{path}' does not hold the weights of the net in model.json") from error
@@ -192,10 +226,10 @@ def torch_forward(data: bytes, description: Description, path: Path) -> Forward:
     return forward_of(net.eval(), pixels_of(description))
 
 
-def _check_size(description: Description, data: bytes) -> None:
+def _check_size(description: Description, data: bytes, name: str | None) -> None:
     """Raise ValueError if the net has more weights than the file, before allocating memory for them."""
     with torch.device("meta"):
-        net = nets.build(description.net, description.input.shape, len(description.class_names), seed=0)
+        net = description.build(name)
     if sum(t.numel() for t in net.state_dict().values()) > len(data):
         raise ValueError("the net is larger than its weights")
 
@@ -210,7 +244,7 @@ def forward_of(net: Net, pixels: Pixels) -> Forward:
     dtype = net.classifier.weight.dtype
 
     def forward(x: Tensor) -> Tensor:
-        x = pixels(x, dtype) if x.dtype == torch.uint8 else x.to(dtype)
+        x = pixels(x, dtype) if x.dtype in WHITE else x.to(dtype)
         if x.dim() == 4:
             x = x.contiguous(memory_format=torch.channels_last)
         z: Tensor = net(x)
@@ -235,7 +269,7 @@ def _onnx_forward(data: bytes, description: Description, path: Path) -> Forward:
     dtype = getattr(torch, description.dtype)
 
     def forward(x: Tensor) -> Tensor:
-        raw = x if x.dtype == torch.uint8 else x.to(dtype)
+        raw = x if x.dtype in WHITE else x.to(dtype)
         return torch.from_numpy(session.run(["logits"], {name: raw.numpy()})[0])
 
     return forward

@@ -28,17 +28,17 @@ _ROWS = 64  # sums over classes are split at multiples of this, which keeps the 
 
 
 @torch.no_grad()
-def residual(classifier: nn.Linear, h: Tensor, y: Tensor) -> Tensor:
-    """p - e_y for each example: [n, C]."""
-    r = torch.softmax(classifier(h), dim=1)
+def residual(classifier: nn.Linear, h: Tensor, y: Tensor, shift: Tensor | float = 0.0) -> Tensor:
+    """p - e_y for each example: [n, C]. p is the softmax of the logits plus `shift`, a number for each class."""
+    r = torch.softmax(classifier(h) + shift, dim=1)
     r[torch.arange(len(y), device=y.device), y] -= 1
     return r
 
 
 @torch.no_grad()
-def summed_gradient(classifier: nn.Linear, h: Tensor, y: Tensor) -> Tensors:
+def summed_gradient(classifier: nn.Linear, h: Tensor, y: Tensor, shift: Tensor | float = 0.0) -> Tensors:
     """sum_i (p_i - e_{y_i}) h_i^T and sum_i (p_i - e_{y_i}), by the names of the classifier's parameters."""
-    r = residual(classifier, h, y)
+    r = residual(classifier, h, y, shift)
     gradient = {"weight": r.T @ h}
     if classifier.bias is not None:
         gradient["bias"] = r.sum(dim=0)
@@ -47,12 +47,15 @@ def summed_gradient(classifier: nn.Linear, h: Tensor, y: Tensor) -> Tensors:
 
 @torch.no_grad()
 def weighted_gradient(
-    classifier: nn.Linear, batches: Iterable[tuple[Tensor, Tensor]], class_weights: Tensor
+    classifier: nn.Linear,
+    batches: Iterable[tuple[Tensor, Tensor]],
+    class_weights: Tensor,
+    shift: Tensor | float = 0.0,
 ) -> Tensors:
     """sum_i w_{y_i} (p_i - e_{y_i}) h_i^T and the same for the bias, over batches of features and labels."""
     total = {name: torch.zeros_like(p) for name, p in classifier.named_parameters()}
     for h, y in batches:
-        r = residual(classifier, h, y) * class_weights[y][:, None]
+        r = residual(classifier, h, y, shift) * class_weights[y][:, None]
         total["weight"] += r.T @ h
         if "bias" in total:
             total["bias"] += r.sum(dim=0)

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from redgrape import determinism, tree
 from redgrape.exchange import Received
-from redgrape.learning.evaluation import BATCH
+from redgrape.learning.sums import BATCH
 from redgrape.method import ServerSite
 from redgrape.methods.fedavg import FedAvg
 from redgrape.nets.net import Net
@@ -50,8 +50,8 @@ class FEDIC(FedAvg):
     presets: ClassVar = {"paper": {}}
     fidelity: ClassVar[str] = (
         "from the authors' code read at second hand; the balanced set also serves as the unlabelled transfer set, "
-        "which the original takes from another data set; images at the server are not augmented; Adam starts anew "
-        "each round; the gate starts half open, which is our choice"
+        "which the original takes from another data set; images at the server are not augmented; Adam is "
+        "reset each round; the gate starts half open, which is our choice"
     )
 
     def init_server(self, model: Tensors, site: ServerSite) -> Tree:

@@ -34,9 +34,10 @@ class Scaffold(FedAvg):
     momentum: float = Field(0.0, ge=0, lt=1, description="momentum of sgd; the paper has none")
 
     presets: ClassVar = {"paper": {}}
+    sums_of_states: ClassVar[tuple[str, ...]] = ("c",)
     fidelity: ClassVar[str] = (
         "from a secondary source, which states option II; with momentum, which the paper does not have, S counts "
-        "effective steps, and with clipping, which it has not either, c_i is biased"
+        "effective steps, and with clipping, which it lacks as well, c_i is biased"
     )
 
     def parts(self, model: Tensors, site: Site) -> Parts:

@@ -4,29 +4,30 @@ This method is ours. With threshold T = inf, RedGrape's Eq. (11) uses only the *
 table of classes is sent: each client sends one matrix of the classifier's size, and the server adds up the changes. In
 a secure sum nobody sees the gradient of a single class or client. H_c clients hold class c.
 
-    survey  H_c, a secure sum; a class with H_c < min_holders is left out by everybody
+    survey  H_c and the class counts, secure sums; a class with H_c < min_holders is left out by everybody
     server  sends theta^{t-1} and G
     client  1  M_k <- sum_i (p_i - e_{y_i}) [h_i; 1]^T / (H_{y_i} n_{k,y_i}) at the received model: its part of the sum
-               over the classes of the mean over their holders
+               over the classes of the mean over their holders. p_i = softmax(z_i + tau log pi), with tau the margin and
+               pi the class shares: a rare class that is memorised (p = 1 without the margin) still pulls
             2  for each local step, with W_hat beside W as in RedGrape:
                   g_bal <- G / C [ + 1/C sum_{c in L_bal} (grad_c(D_bal; now) - grad_c(D_bal; received)) ]
                   W <- W - eta_l [ g_local + lambda g_bal ||g_local|| / ||g_bal|| ]              RedGrape's Eq. (12)
             3  sends theta_k - theta^{t-1}, n_k and M_k - S_k, and adds that to S_k, what it has sent so far
     server  G <- G + sum of what arrived: the sum of all clients' latest M_k, whoever was sampled
 
-With all clients sampled and no correction this is RedGrape with threshold=inf. Without memory, for clients that are
-seen once, G <- K / |S| sum_k M_k. Messages are rounded to the net's precision. S_k is what arrived, so G carries only
-the rounding of each client's last message, however many came before.
+With all clients sampled, no margin and no correction this is RedGrape with threshold=inf. Without memory, for clients
+that are seen once, G <- K / |S| sum_k M_k. Messages are rounded to the net's precision. S_k is what arrived, so G
+carries only the rounding of each client's last message, however many came before.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self
 
 import torch
 import torch.nn.functional as F
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor
 
 from redgrape import tree
@@ -34,6 +35,7 @@ from redgrape.exchange import Direction, Parts, Received, Sum
 from redgrape.learning import classifier, rebalancing
 from redgrape.learning.class_draws import balanced
 from redgrape.learning.features import features
+from redgrape.learning.prior import log_prior
 from redgrape.learning.schedule import Schedule, decay
 from redgrape.method import ClientSite, ServerSite, Site
 from redgrape.methods.fedavg import FedAvg
@@ -49,9 +51,10 @@ class Vine(FedAvg):
     lam_schedule: Schedule = Field("constant", description="decay of lambda over the rounds")
     lam_final: float = Field(0.01, ge=0, le=1, description="fraction of lambda in the last round, if it decays")
     memory: bool = Field(True, description="clients remember M_k and send its change; else they send M_k itself")
-    weights: Literal["holders", "counts"] = Field(
-        "holders", description="weights within a class: equal for its clients, or by examples"
+    weights: Literal["holders", "counts", "alike"] = Field(
+        "holders", description="weights within a class: 1 / H_c, by examples, or 1 / K, which needs no survey"
     )
+    margin: float = Field(0.5, ge=0, le=100, description="tau: the class prior's weight in the logits of M_k")
     min_holders: int = Field(1, ge=1, le=10**6, description="leave out a class that fewer clients hold")
     correction: Literal["none", "real"] = Field("none", description="follow own examples of a class within a round")
     threshold: int = Field(8, ge=1, le=10**9, description="T: examples of a class that the correction uses")
@@ -59,30 +62,56 @@ class Vine(FedAvg):
     extra_init: classifier.Start = Field("default", description="initial W_hat: a new nn.Linear, zeros, or W's start")
     two_stream: bool = Field(True, description="ablation: train the second classifier W_hat")
 
-    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {"paper": {}, "stateless": {"memory": False}}
+    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+        "paper": {},
+        "stateless": {"memory": False},
+        "unsurveyed": {"memory": False, "weights": "alike", "margin": 0.0},
+    }
     fidelity: ClassVar[str] = "ours; from RedGrape's equations"
+    sums_of_states: ClassVar[tuple[str, ...]] = ("G",)
+
+    @model_validator(mode="after")
+    def _counts_are_known(self) -> Self:
+        for name, needs in {"min_holders": self.min_holders > 1, "margin": self.margin > 0}.items():
+            if self.weights == "alike" and needs:
+                off = {"min_holders": 1, "margin": 0}[name]
+                raise ValueError(
+                    f"{name} is {getattr(self, name)}, and weights=alike asks nobody which classes it holds; choose "
+                    f"weights=holders, or {name}={off}"
+                )
+        return self
 
     def parts(self, model: Tensors, site: Site) -> Parts:
         W = classifier.of(model)
-        parts = super().parts(model, site) | {"gradient": Sum(W, running=self.memory)}
+        summed = Sum(W, running=self.memory, instead="choose method.preset=stateless")
+        parts = super().parts(model, site) | {"gradient": summed}
         return parts | ({"delta_W_hat": Direction(W)} if self.two_stream else {})
 
     def survey(self, site: ClientSite) -> Tree:
+        if self.weights == "alike":
+            return {}
         held = {"holders": (site.class_counts > 0).long()}
-        return held | ({"class_counts": site.class_counts} if self.weights == "counts" else {})
+        counted = self.weights == "counts" or self.margin > 0
+        return held | ({"class_counts": site.class_counts} if counted else {})
 
     def init_server(self, model: Tensors, site: ServerSite) -> Tree:
-        W, holders = classifier.of(model), site.survey["holders"]
-        number = holders if self.weights == "holders" else site.survey["class_counts"]
-        weights = torch.where(holders >= self.min_holders, 1 / number.double().clamp(min=1), 0.0)
+        W = classifier.of(model)
+        if self.weights == "alike":
+            weights = torch.full((site.num_classes,), 1 / site.num_clients, dtype=torch.float64)
+        else:
+            holders = site.survey["holders"]
+            number = holders if self.weights == "holders" else site.survey["class_counts"]
+            weights = torch.where(holders >= self.min_holders, 1 / number.double().clamp(min=1), 0.0)
         server: dict[str, Any] = {"model": model, "G": _zeros(W), "class_weights": weights}
+        if self.margin:
+            server["margin"] = self.margin * log_prior(site.survey["class_counts"])
         if self.two_stream:
             server["W_hat"] = classifier.first(W, self.extra_init, site.generator("W_hat"))
         return server
 
     def broadcast(self, server: Tree) -> Tree:
         dtype = server["model"]["classifier.weight"].dtype
-        sent = {"model": server["model"], "class_weights": server["class_weights"]}
+        sent = {name: server[name] for name in ("model", "class_weights", "margin") if name in server}
         sent["G"] = {name: g.to(dtype) for name, g in server["G"].items()}
         return sent | ({"W_hat": server["W_hat"]} if self.two_stream else {})
 
@@ -92,7 +121,7 @@ class Vine(FedAvg):
     def client_update(self, broadcast: Tree, state: Tree, site: ClientSite) -> tuple[Tree, Tree]:
         net = self.load_for_training(broadcast["model"], site)
         W, W_hat = net.classifier, classifier.linear_like(net.classifier, broadcast.get("W_hat"))
-        gradient = self._summed_gradient(net, broadcast["class_weights"], site)  # M_k
+        gradient = self._summed_gradient(net, broadcast, site)  # M_k
         balance = Balance(self, broadcast, net, site)
         optimizer = self.make_optimizer([*net.parameters(), *W_hat.parameters()], site)
         losses = self.losses(net, site)
@@ -113,12 +142,13 @@ class Vine(FedAvg):
             update["delta_W_hat"] = tree.sub(tree.parameters(W_hat), broadcast["W_hat"])
         return update, state
 
-    def _summed_gradient(self, net: Net, class_weights: Tensor, site: ClientSite) -> Tensors:
+    def _summed_gradient(self, net: Net, broadcast: Tree, site: ClientSite) -> Tensors:
         """M_k, at the received model in evaluation mode."""
-        own = site.class_counts.clamp(min=1) if self.weights == "holders" else torch.ones_like(site.class_counts)
-        weights = (class_weights / own).to(site.device, net.classifier.weight.dtype)
+        own = site.class_counts.clamp(min=1) if self.weights != "counts" else torch.ones_like(site.class_counts)
+        weights = (broadcast["class_weights"] / own).to(site.device, net.classifier.weight.dtype)
         batches = classifier.encoded(net, site, torch.arange(len(site.data)))
-        return {name: g.cpu() for name, g in classifier.weighted_gradient(net.classifier, batches, weights).items()}
+        gradient = classifier.weighted_gradient(net.classifier, batches, weights, _margin(broadcast, net))
+        return {name: g.cpu() for name, g in gradient.items()}
 
     def server_update(self, server: Tree, received: Received, site: ServerSite) -> Tree:
         total = received.total("gradient")
@@ -129,7 +159,7 @@ class Vine(FedAvg):
         moved: dict[str, Any] = {"model": received.moved(server["model"], self.server_lr)}
         if self.two_stream:
             moved["W_hat"] = tree.add(server["W_hat"], received.mean("delta_W_hat"), self.server_lr)
-        return {**moved, "G": G, "class_weights": server["class_weights"]}
+        return {**server, **moved, "G": G}
 
 
 class Balance:
@@ -139,6 +169,7 @@ class Balance:
         self.method, self.net, self.site = method, net, site
         self.lam = method.lam * decay(method.lam_schedule, site.round, site.rounds, method.lam_final)
         self.G = {name: g.to(site.device) for name, g in broadcast["G"].items()}
+        self.margin = _margin(broadcast, net)
         self.active = site.round > 1 and self.lam > 0
         real = site.class_counts >= method.threshold if method.correction == "real" else torch.zeros(0)
         real_classes = (real & (broadcast["class_weights"] > 0)).nonzero().flatten() if len(real) else real
@@ -166,8 +197,15 @@ class Balance:
         """The sum over L_bal of grad_c(D_bal), the mean gradient of each class."""
         assert self.drawn is not None
         x, y = self.drawn
-        summed = classifier.summed_gradient(self.net.classifier, features(self.net.encoder, x, "running"), y)
+        summed = classifier.summed_gradient(
+            self.net.classifier, features(self.net.encoder, x, "running"), y, self.margin
+        )
         return {name: g / self.method.threshold for name, g in summed.items()}
+
+
+def _margin(broadcast: Tree, net: Net) -> Tensor | float:
+    """tau log pi, added to the logits of M_k."""
+    return broadcast["margin"].to(net.classifier.weight) if "margin" in broadcast else 0.0
 
 
 def _zeros(like: Tensors) -> Tensors:

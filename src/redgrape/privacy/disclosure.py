@@ -21,10 +21,14 @@ from redgrape.errors import StorageError
 from redgrape.exchange import ClassRows, Exchange, Parts
 from redgrape.exchange.parts import class_rows
 from redgrape.privacy.ledger import PrivacyLedger
+from redgrape.reading.judged import clients_in
 from redgrape.reading.run_tables import RunView
+from redgrape.runs.figures import unpacked
 
 
-def told_by(exchange: Exchange, parts: Parts, survey: Iterable[str], single: str, num_classes: int) -> dict[str, Any]:
+def disclosures(
+    exchange: Exchange, parts: Parts, survey: Iterable[str], single: str, num_classes: int
+) -> dict[str, Any]:
     """What a method and its exchange disclose, by the parts of an update. A run records it, so readers of the run need
     not load its method, which may be a file."""
     reports = None
@@ -73,38 +77,38 @@ def _rows_words(name: str, part: ClassRows, exchange: Exchange) -> str:
     )
 
 
-def told_in(run: RunView) -> dict[str, Any]:
+def recorded_disclosures(run: RunView) -> dict[str, Any]:
     """What a run discloses, as it recorded it."""
     environment, name = run.environment, run.experiment["method"]["name"]
     if environment is None:
         raise StorageError(f"'{run.path}' has not started; let it finish a round first")
-    if "told" not in environment:
+    if "discloses" not in environment:
         raise StorageError(
             f"'{run.path}' does not record what its method '{name}' discloses; run it again with this redgrape"
         )
-    return dict(environment["told"])
+    return dict(environment["discloses"])
 
 
 def disclosed(run: RunView) -> dict[str, Any]:
     """The figures of a run for `redgrape privacy`, in JSON types only."""
-    told = told_in(run)
+    discloses = recorded_disclosures(run)
     records, environment, method = run.metrics, run.environment or {}, run.experiment["method"]
     facts: dict[str, Any] = {
         "run": str(run.path),
         "method": method["name"],
         "preset": run.experiment.get("exchange", {}).get("preset", "plain"),
         "rounds": len(records),
-        "clients": len(environment.get("client_counts") or environment.get("sites") or []) or None,
+        "clients": clients_in(environment) or None,
         "classes": len(environment["class_names"]),
         "answers": sum(len(record["answered"]) for record in records),
         "secure_aggregation": bool(environment.get("secure_aggregation")),
         "fewest_answers": min((len(record["answered"]) for record in records), default=None),
-        "beyond_averaging": told["beyond_averaging"],
+        "beyond_averaging": discloses["beyond_averaging"],
         "evaluations_at_sites": _evaluations_at_sites(records, environment),
         "class_reports": None,
-        "noise": _noise(run, told["randomness"]),
+        "noise": _noise(run, discloses["randomness"]),
     }
-    if (reports := told["class_reports"]) is not None:
+    if (reports := discloses["class_reports"]) is not None:
         held = environment.get("client_counts")  # [clients, C]; with real sites only the sites know them
         counts = None if held is None else torch.tensor(held)
         rounds = [_Round(reports, record, counts, run.path) for record in records]
@@ -160,13 +164,13 @@ class _Round:
             reported = counted >= reports["min_count"]
             self.examples = (counted * reported).sum(dim=0)
         if "class_contributors" in record:
-            self.contributors = torch.tensor(record["class_contributors"])
+            self.contributors = torch.tensor(unpacked(record["class_contributors"]))
         elif reported is not None:  # an older run, without this record
             self.contributors = reported.sum(dim=0)
         else:
             raise StorageError(f"'{run}' does not record who reported a class; run it again with this redgrape")
         released = self.contributors >= reports["fewest_contributors"]
-        self.released = torch.tensor(record["class_released"]) if "class_released" in record else released
+        self.released = torch.tensor(unpacked(record["class_released"])) if "class_released" in record else released
 
 
 def _seen_by_server(reports: Mapping[str, Any], rounds: Sequence[_Round], counts: Tensor | None) -> dict[str, Any]:
@@ -247,7 +251,7 @@ def _fewest_words(fewest: int | None) -> str:
 
 
 def _sum_words(facts: Mapping[str, Any]) -> list[str]:
-    told = [
+    sentences = [
         f"{facts['rounds']} sums (secure aggregation), each over {facts['fewest_answers']} sites or more: of their "
         "updates of the model, their numbers of examples and their training losses; no site's own, nor what it "
         "answered where models were evaluated at the sites",
@@ -257,10 +261,10 @@ def _sum_words(facts: Mapping[str, Any]) -> list[str]:
     ]
     if (reports := facts["class_reports"]) is None:
         beyond = facts["beyond_averaging"]
-        return [*told, f"of all sites together, and of none by itself: {beyond}"] if beyond else told
+        return [*sentences, f"of all sites together, and of none by itself: {beyond}"] if beyond else sentences
     seen, limit = reports["server"], reports["solvable_up_to"]
     return [
-        *told,
+        *sentences,
         f"how many sites reported each class, from {_examples(reports['min_count'])} on, and the sum of their class "
         f"gradients: {seen['reports']} reports in all, not whose they were",
         f"{seen['sums_of_one_client']} times one site alone reported a class, so that the sum was its own; a sum over "
@@ -294,15 +298,15 @@ def _noise_words(facts: Mapping[str, Any]) -> list[str]:
         if facts["secure_aggregation"]
         else "the server is honest: it sees the updates without noise, and metrics.jsonl is made from them"
     )
-    told = [
+    sentences = [
         f"{spent}; noise multipliers: {words}; {noise['releases']} releases, "
         f"a client in at most {noise['most_rounds']}",
         "this bounds what the clients, and anyone who gets the model, can learn about all data of one client; it "
         f"holds if {holds}",
     ]
     if noise["randomness"] == "seed":
-        told += ["the noise was made from the seed: whoever knows the seed can remove it, and epsilon is meaningless"]
-    return told
+        sentences += ["the noise came from the seed: whoever knows the seed can remove it, and epsilon is meaningless"]
+    return sentences
 
 
 def _server_words(facts: Mapping[str, Any], reports: Mapping[str, Any]) -> list[str]:
@@ -351,7 +355,7 @@ def leak_in_one_line(facts: Mapping[str, Any]) -> str | None:
         return None
     server, clients = reports["server"], reports["clients"]
     return (
-        f"privacy: the server was told which classes each client holds ({server['pairs']} pairs) and could compute "
+        f"privacy: the server learned which classes each client holds ({server['pairs']} pairs) and could compute "
         f"the exact features of {_examples(server['single_examples'])}, with some work of "
         f"{server['solvable_examples']}; {clients['releases_from_one_client']} releases were of one client alone; "
         "exchange.preset=private keeps such classes back, `redgrape privacy RUN` tells more"

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 FEW = 10
+EITHER_END = 10  # with very many classes, this many of the largest and of the smallest are shown
 NAMED = 8  # above this many classes, the rest is counted, not named
 
 
@@ -15,7 +16,18 @@ def counts_of(environment: Mapping[str, Any] | None, summary: Mapping[str, Any] 
     if (known := (environment or {}).get(f"{on}_counts")) is not None:
         return known
     confusion = (summary or {}).get("confusion") if on == "test" else None
+    if isinstance(confusion, Mapping):
+        counts = [0] * confusion["classes"]
+        for true, examples in zip(confusion["true"], confusion["examples"], strict=True):
+            counts[true] += examples
+        return counts
     return None if confusion is None else [sum(row) for row in confusion]
+
+
+def clients_in(environment: Mapping[str, Any]) -> int:
+    """The number of clients. Older runs do not record names, deployments and very large runs no counts."""
+    known = map(environment.get, ("client_names", "client_counts", "sites"))
+    return len(next(filter(None, known), []))
 
 
 def over_classes(counts: Sequence[int] | None) -> str:
@@ -32,12 +44,12 @@ def notes(
     none = [name for name, n in zip(names, counts, strict=True) if n == 0]
     few = [f"{name} ({n})" for name, n in zip(names, counts, strict=True) if 0 < n < FEW]
     unlearned = [name for name, n, t in zip(names, counts, training or [1] * len(names), strict=True) if n and not t]
-    told = {
+    found = {
         f"no {on} example of {_listed(none)}, which no figure judges": none,
         f"fewer than {FEW} {on} examples of {_listed(few)}: one is over 10 points of accuracy": few,
         f"no training example of {_listed(unlearned)}, which cannot be recognised": unlearned,
     }
-    return [words for words, classes in told.items() if classes]
+    return [words for words, classes in found.items() if classes]
 
 
 def _listed(names: Sequence[str]) -> str:

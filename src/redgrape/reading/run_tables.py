@@ -15,12 +15,22 @@ from redgrape.errors import ConfigError, StorageError
 from redgrape.reading import gap, judged, terminal
 from redgrape.runs import checksums, durable
 from redgrape.runs.checksums import hash_of
-from redgrape.runs.figures import FIGURES
+from redgrape.runs.figures import FIGURES, LONGEST, OF_MANY_CLASSES
 
 EXTRA_DATA = " †"
+ALWAYS = ("accuracy", "balanced", "head", "middle", "tail")  # by every redgrape
 TELLTALE = ("experiment.toml", "environment.json", "metrics.jsonl")  # files of a run folder
 TRIES = 3  # a run may be written to while it is read
-TITLES = {"accuracy": "overall", "balanced": "class-balanced", "head": "head", "middle": "middle", "tail": "tail"}
+TITLES = {
+    "accuracy": "overall",
+    "balanced": "class-balanced",
+    "macro_f1": "macro F1",
+    "head": "head",
+    "middle": "middle",
+    "tail": "tail",
+}
+OF_MANY = {"many": "more than 100", "medium": "20 to 100", "few": "fewer than 20", "top5": "top 5"}
+POINTS = 100  # with very many classes, a figure shows the means of this many neighbourhoods
 
 
 @dataclass(frozen=True)
@@ -112,14 +122,14 @@ def other_data(runs: Sequence[RunView]) -> dict[Path, str]:
     groups: dict[str, list[tuple[RunView, tuple[str, ...]]]] = {}
     for run in begun:
         options = {**(_data_defaults() if lacking else {}), **run.experiment["data"], "seed": run.experiment["seed"]}
-        told = tuple(str((run.environment or {}).get(name, "")) for name in ("split", "data"))
-        groups.setdefault(json.dumps(options, sort_keys=True, default=str), []).append((run, told))
+        recorded = tuple(str((run.environment or {}).get(name, "")) for name in ("split", "data"))
+        groups.setdefault(json.dumps(options, sort_keys=True, default=str), []).append((run, recorded))
     found = {}
     for group in groups.values():
-        all_told = [told for _, told in group]
-        usual = max(all_told, key=all_told.count)
-        for run, told in group:
-            for name, ours, theirs in zip(("split", "data"), told, usual, strict=True):
+        recorded_by_all = [recorded for _, recorded in group]
+        usual = max(recorded_by_all, key=recorded_by_all.count)
+        for run, recorded in group:
+            for name, ours, theirs in zip(("split", "data"), recorded, usual, strict=True):
                 if ours != theirs and ours and theirs and not (name == "data" and _is_public(run)):
                     beside = next(other.path for other, what in group if what == usual)
                     found[run.path] = f"its {name} is {ours[:12]}, and that of '{beside}' is {theirs[:12]}"
@@ -166,7 +176,7 @@ class Result:
 
     def of_run(self, run: RunView, figure: str) -> list[float]:
         """The figure of one run; none if no example decides it."""
-        value = self._means(run)[figure]
+        value = self._means(run).get(figure)  # older runs lack some figures
         return [] if value is None else [value]
 
     @property
@@ -238,6 +248,15 @@ def rows(results: Sequence[Result]) -> list[list[str]]:
     return [[r.title, str(r.seeds), *[cell(r.values(figure)) for figure in FIGURES]] for r in results]
 
 
+def by_shots(results: Sequence[Result]) -> list[list[str]]:
+    """With many classes: a table of the classes by their training examples, and the top-5 accuracy. Else empty."""
+    summaries = [r._means(run) for r in results for run in r.runs]
+    if any(figure not in means for means in summaries for figure in OF_MANY_CLASSES):
+        return []
+    lines = [[r.title, *[cell(r.values(figure)) for figure in OF_MANY_CLASSES]] for r in results]
+    return [["classes by training examples", *[OF_MANY[figure] for figure in OF_MANY_CLASSES]], *lines]
+
+
 def caption(results: Sequence[Result]) -> str:
     rounds = sorted({len(_summary(run)["averaged_rounds"]) for r in results for run in r.runs})
     over = f"the last {rounds[0]} evaluated rounds" if len(rounds) == 1 else "the last evaluated rounds"
@@ -247,22 +266,27 @@ def caption(results: Sequence[Result]) -> str:
 
 
 def markdown(results: Sequence[Result]) -> str:
-    titles = header(results)
-    lines = [titles, ["---"] * len(titles), *rows(results)]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    tables = [[header(results), *rows(results)], by_shots(results)]
+    return "\n\n".join(
+        "\n".join("| " + " | ".join(line) + " |" for line in (titles, ["---"] * len(titles), *lines))
+        for titles, *lines in filter(None, tables)
+    )
 
 
 def print_table(results: Sequence[Result]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(caption=caption(results), caption_justify="left")
-    for i, title in enumerate(header(results)):
-        table.add_column(title, justify="left" if i == 0 else "right", overflow="fold" if i == 0 else "ellipsis")
-    for row in rows(results):
-        table.add_row(*[terminal.cell(entry) for entry in row])
     console = Console()
-    console.print(table)
+    more = by_shots(results)
+    for titles, *lines in filter(None, ([header(results), *rows(results)], more)):
+        table = Table(caption=None if more and titles is not more[0] else caption(results), caption_justify="left")
+        for i, title in enumerate(titles):
+            short = title.replace("class-", "class-\n")  # so that the table fits 80 columns
+            table.add_column(short, justify="left" if i == 0 else "right")
+        for line in lines:
+            table.add_row(*[terminal.cell(entry) for entry in line])
+        console.print(table)
     for note in notes(results):
         console.print(terminal.cell(f"note: {note}"))
 
@@ -275,16 +299,18 @@ def draw_per_class(results: Sequence[Result], path: Path) -> None:
     counts = environment["class_counts"] or [1] * len(names)  # in a deployment, only the sites know
     order = sorted(range(len(counts)), key=lambda c: (-counts[c], c))
     places = range(len(order))
-    wide = len(order) > 30
+    wide, size = len(order) > 30, -(-len(order) // POINTS) if len(order) > LONGEST else 1
+    blocks = [order[start : start + size] for start in places[::size]]
     figure, (top, bottom) = plt.subplots(
         2, 1, figsize=(10 if wide else 8, 6), sharex=True, gridspec_kw={"height_ratios": [3, 1]}, layout="constrained"
     )
     for result, colour, marker in zip(results, colours(len(results)), "os^Dv<>phX*P" * 9, strict=False):
         per_class = result.per_class()
-        pairs = [mean_std(per_class[c]) if per_class[c] else (math.nan, None) for c in order]
-        errors = [100 * (std or 0.0) for _, std in pairs] if any(std for _, std in pairs) else None
+        values = [[value for c in block for value in per_class[c]] for block in blocks]
+        pairs = [mean_std(known) if known else (math.nan, None) for known in values]
+        errors = [100 * (std or 0.0) for _, std in pairs] if size == 1 and any(std for _, std in pairs) else None
         top.errorbar(
-            places,
+            [start + (len(block) - 1) / 2 for start, block in zip(places[::size], blocks, strict=True)],
             [100 * mean for mean, _ in pairs],
             yerr=errors,
             label=f"{terminal.printable(result.title)} (tail {cell(result.values('tail'))})".replace("$", r"\$"),
@@ -293,7 +319,7 @@ def draw_per_class(results: Sequence[Result], path: Path) -> None:
             capsize=3,
             linewidth=2,
         )
-    top.set_ylabel("test accuracy, %")
+    top.set_ylabel("test accuracy, %" + (f", mean of {size} neighbouring classes" if size > 1 else ""))
     top.set_ylim(-3, 103)
     top.legend(loc="lower left")
     top.grid(alpha=0.3)
@@ -307,7 +333,10 @@ def draw_per_class(results: Sequence[Result], path: Path) -> None:
             middle = start + (len(groups[name]) - 1) / 2
             top.text(middle, 1.01, name, transform=top.get_xaxis_transform(), ha="center", va="bottom", color="grey")
             start += len(groups[name])
-    bottom.bar(places, [counts[c] for c in order], color="lightgrey", edgecolor="grey")
+    if size > 1:
+        bottom.fill_between(places, [counts[c] for c in order], color="lightgrey", edgecolor="grey")
+    else:
+        bottom.bar(places, [counts[c] for c in order], color="lightgrey", edgecolor="grey")
     bottom.set_yscale("log")
     bottom.set_ylabel("training\nexamples")
     step = max(1, len(order) // 25)
@@ -414,11 +443,12 @@ def _check_summary(
 ) -> None:
     """Raise StorageError if the summary does not match the metrics or the split."""
     evaluated = [record for record in metrics if "test" in record][-len(summary["averaged_rounds"]) :]
-    means = {f: _mean([record["test"][f] for record in evaluated]) for f in FIGURES}
+    known = [figure for figure in FIGURES if figure in summary["mean_of_last"] or figure in ALWAYS]
+    means = {figure: _mean([record["test"][figure] for record in evaluated]) for figure in known}
     if (
         len(metrics) != summary["rounds"]
         or [record["round"] for record in evaluated] != summary["averaged_rounds"]
-        or any(not _same(means[figure], summary["mean_of_last"][figure]) for figure in FIGURES)
+        or any(not _same(means[figure], summary["mean_of_last"][figure]) for figure in known)
     ):
         raise StorageError(f"'{path}' is damaged: summary.json does not match metrics.jsonl")
     if environment is None or environment["split"] != summary["split"]:

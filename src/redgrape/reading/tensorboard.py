@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from redgrape.errors import ConfigError
-from redgrape.runs.figures import FIGURES
+from redgrape.runs.figures import FIGURES, OF_MANY_CLASSES
 from redgrape.training import Step
 
 
@@ -42,7 +42,8 @@ def scalars(step: Step) -> dict[str, float]:
     }
     for judged_on in ("test", "validation"):
         if judged_on in record:
-            values |= {f"{judged_on}/{figure}": record[judged_on][figure] for figure in (*FIGURES, "loss")}
+            names = (*FIGURES, *OF_MANY_CLASSES, "loss")
+            values |= {f"{judged_on}/{figure}": record[judged_on].get(figure) for figure in names}
     return {name: value for name, value in values.items() if value is not None}
 
 

@@ -106,6 +106,9 @@ class StateFiles(ClientStates):
                 self._put(index, ((k, self._data(index[k])) for k in moving))
         return StateFiles(self._folder, len(index), index)
 
+    def emptied(self) -> StateFiles:
+        return StateFiles(self._folder, len(self._index))
+
     def _put(self, index: _Index, states: Iterable[tuple[ClientId, bytes]]) -> None:
         arriving: list[tuple[ClientId, int, bytes]] = []
 

@@ -7,21 +7,30 @@ import re
 import tomllib
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Self, get_args
+from typing import Any, Literal, Self, get_args
 
 import safetensors
 import safetensors.torch
 import tomli_w
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    ValidationError,
+    model_serializer,
+    model_validator,
+)
 
-from redgrape import methods, nets
+from redgrape import methods, nets, own_code
 from redgrape.data.federation import FederatedData
-from redgrape.data.prepare import DataOptions
+from redgrape.data.prepare import CUT, DataOptions
 from redgrape.data.sources import AS_THEY_ARE, READERS
 from redgrape.data.table import is_table
 from redgrape.errors import ConfigError, DataError, unknown
 from redgrape.exchange import Exchange
 from redgrape.method import Method
+from redgrape.nets import pretrained
 from redgrape.nets.net import Net
 from redgrape.runs import durable, moved_keys
 from redgrape.runs.checksums import hash_of
@@ -31,21 +40,68 @@ from redgrape.validation import one_line, short
 CLASSES = {name: {"cifar100": 100, "fars": 8}.get(name, 10) for name in READERS}  # of the built-in data sets
 DEEPEST = 100  # parts of a key; method.lam has two
 _STRICT = ConfigDict(frozen=True, strict=True, extra="forbid")
+_OF_ENCODERS = {"frozen", "head", "size"}  # keys of [net]
 
 
 class NetOptions(BaseModel):
     model_config = _STRICT
 
-    name: str = Field("cnn", description="the net")
+    name: str = Field(
+        "cnn",
+        description="the net, a function (file.py:function), or a pretrained encoder: efficientnet_lite0, timm:NAME, "
+        "torchvision:NAME or hf:NAME",
+    )
     weights: str | None = Field(
         None, description="safetensors file with initial weights, such as those of a pretrained encoder"
     )
+    frozen: bool = Field(True, description="keep a pretrained encoder as it is, and train only the head")
+    head: Literal["linear", "mlp"] = Field("linear", description="the net on the features of a pretrained encoder")
+    size: int | None = Field(
+        None,
+        ge=pretrained.STEP,
+        le=1024,
+        multiple_of=pretrained.STEP,
+        description="side of a pretrained encoder's images, in pixels; their own, from 64 to 224, if not set",
+    )
+
+    @classmethod
+    def parse(cls, values: Mapping[str, Any]) -> NetOptions:
+        """From the section [net] of an experiment."""
+        try:
+            return cls.model_validate(_with_none(values, cls))
+        except ValidationError as error:
+            raise one_line(error, cls, "net") from error
+
+    @property
+    def is_pretrained(self) -> bool:
+        return pretrained.is_pretrained(self.name)
+
+    @property
+    def is_frozen(self) -> bool:
+        """Whether the clients train a head on embeddings."""
+        return self.is_pretrained and self.frozen
 
     @model_validator(mode="after")
     def _known(self) -> Self:
-        if self.name not in nets.NETS:
-            raise ValueError(str(unknown("net", self.name, nets.NETS)))
+        try:
+            nets.find(self.name)
+        except ConfigError as error:
+            raise ValueError(str(error)) from error
+        if not self.is_pretrained and (given := _OF_ENCODERS & self.model_fields_set):
+            raise ValueError(f"{min(given)} is for pretrained encoders, and '{self.name}' is not one; leave it out")
         return self
+
+    @model_serializer(mode="wrap")
+    def _without_unused(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """The keys of encoders are there only for encoders, so that other experiments keep their hashes."""
+        return {key: value for key, value in dump(self).items() if self.is_pretrained or key not in _OF_ENCODERS}
+
+    @property
+    def trained(self) -> dict[str, Any]:
+        """The net that clients train, as arguments of `nets.build`."""
+        if self.is_frozen:
+            return {"name": self.head}
+        return {"name": self.name} | ({"head": self.head, "size": self.size} if self.is_pretrained else {})
 
 
 class MethodOptions(BaseModel):
@@ -115,8 +171,15 @@ class Experiment(BaseModel):
                 raise ValueError(f"data.partition is 'natural', but '{self.data.source}' names no clients; choose iid")
             if self.data.image_size is not None:
                 raise ValueError(f"data.image_size is for image folders, but '{self.data.source}' is not one")
-        if self.data.imbalance == "binary":
+        if self.data.imbalance == "binary" or self.data.tail_classes != CUT:
             self._check_tail_classes()
+        if self.net.is_frozen and (self.data.crop or self.data.flip or self.data.cutout):
+            raise ValueError(
+                "data.crop, flip and cutout have no effect on the embeddings of a frozen encoder, which are computed "
+                "once; leave them out, or set net.frozen=false"
+            )
+        if self.net.is_pretrained and self.data.normalise:
+            raise ValueError("data.normalise has no effect: a pretrained encoder has its own scaling; leave it out")
         shortest = nets.SHORTEST_SIDE.get(self.net.name, 1)
         if self.data.image_size is not None and self.data.image_size < shortest:
             raise ValueError(
@@ -127,7 +190,8 @@ class Experiment(BaseModel):
     def _check_tail_classes(self) -> None:
         tail = self.data.tail_classes
         classes = CLASSES.get(self.data.source, math.inf)  # not known yet for the user's own data
-        if not tail or len(set(tail)) < len(tail) or min(tail) < 0 or max(tail) >= classes or len(tail) >= classes:
+        is_class = all(0 <= c < classes if isinstance(c, int) else c for c in tail)  # names are compared with the data
+        if not tail or len(set(tail)) < len(tail) or not is_class or len(tail) >= classes:
             allowed = f"from 0 .. {classes - 1:g}" if math.isfinite(classes) else "from 0 on"
             raise ValueError(f"data.tail_classes is {list(tail)}; name some classes {allowed}, each once, not all")
 
@@ -137,7 +201,8 @@ class Experiment(BaseModel):
                 f"method '{self.method.name}' needs a small balanced set at the server, but data.auxiliary is 0; hold "
                 "one out with data.auxiliary=32 (per class)"
             )
-        if method.batch_size == 1 and self.net.name.startswith("resnet") and not method.freeze_encoder:
+        has_batchnorm = self.net.name.startswith("resnet") or (self.net.is_pretrained and not self.net.is_frozen)
+        if method.batch_size == 1 and has_batchnorm and not method.freeze_encoder:
             raise ConfigError(
                 f"method.batch_size is 1, but BatchNorm in net '{self.net.name}' has no statistics for a single "
                 "example; choose at least 2"
@@ -191,14 +256,30 @@ class Experiment(BaseModel):
     def with_rounds(self, rounds: int) -> Experiment:
         return Experiment.parse({**self.resolved(), "rounds": rounds})
 
+    def code(self) -> list[Path]:
+        """The files of the user's own code: method, net, data and partition."""
+        method = [Path(self.method.name)] if self.method.name.endswith(".py") else []
+        return method + [own_code.file_of(name) for name in self._own_names()]
+
+    def _own_names(self) -> list[str]:
+        net = [] if self.net.is_pretrained else [self.net.name]
+        source = [] if Path(self.data.source).exists() else [self.data.source]
+        return [name for name in (*net, *source, self.data.partition) if own_code.is_own(name)]
+
     def builder(self, federation: FederatedData) -> Callable[[], Net]:
-        """A callable that returns a new net and can be passed to another process."""
-        return nets.builder(self.net.name, federation, self.seed)
+        """A callable that returns a new net and can be passed to another process. If the encoder is frozen, the
+        federation holds embeddings, and the net is the head."""
+        return nets.builder(**self.net.trained, federation=federation, seed=self.seed)
 
     def first_model(self, federation: FederatedData) -> Tensors:
-        """The initial weights. The weights file is needed only here, not to resume a run."""
-        shape, classes = federation.input_shape, federation.num_classes
-        return build_net(self.net.name, shape, classes, self.seed, self.net.weights).state_dict()
+        """The initial weights. To resume a run, a weights file is needed only if its encoder is frozen."""
+        if not self.net.is_pretrained:
+            shape, classes = federation.input_shape, federation.num_classes
+            return build_net(self.net.name, shape, classes, self.seed, self.net.weights).state_dict()
+        net = self.builder(federation)()
+        if not self.net.is_frozen:
+            pretrained.load(net, self.net.name, self.net.weights)
+        return net.state_dict()
 
 
 def build_net(name: str, shape: tuple[int, ...], num_classes: int, seed: int, weights: str | None = None) -> Net:

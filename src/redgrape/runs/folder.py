@@ -3,7 +3,7 @@
     experiment.toml          the experiment, with every setting
     environment.json         versions, machine and data
     partition.safetensors    the training rows of each client
-    metrics.jsonl            one line per round; bit-identical between equal runs
+    metrics.jsonl            one line per round; bit-identical between equal runs; long lists are packed (figures.py)
     times.jsonl              wall-clock seconds and workers per round; a file of its own, because times always differ
     checkpoints/round-NNNNNN/{server,clients}.safetensors, description.toml (a copy of experiment.toml at that time)
                              and manifest.json with their checksums; the last two checkpoints are kept
@@ -39,6 +39,7 @@ from redgrape.runs import checksums, durable
 from redgrape.runs.checksums import hash_of
 from redgrape.runs.client_states import StateFiles, StateFolder, files_in_use
 from redgrape.runs.experiment import Experiment, read_toml
+from redgrape.runs.figures import packed, unpacked_record
 from redgrape.training import RunState
 
 FORMAT = 3
@@ -184,7 +185,7 @@ class RunFolder:
 
     def append(self, record: Mapping[str, Any], seconds: Mapping[str, float]) -> None:
         checksums.remove(self.path, LINES)
-        line = json.dumps(record)
+        line = json.dumps(packed(record))
         durable.append_line(self.path / "metrics.jsonl", line)
         self._count_line(line.encode() + b"\n")
         durable.append_line(self.path / "times.jsonl", json.dumps({"round": record["round"], **seconds}))
@@ -194,7 +195,11 @@ class RunFolder:
         self._line_bytes += len(line)
 
     def metrics(self) -> list[dict[str, Any]]:
-        return _read_lines(self.path / "metrics.jsonl")
+        path = self.path / "metrics.jsonl"
+        try:
+            return [unpacked_record(record) for record in _read_lines(path)]
+        except ValueError as error:
+            raise StorageError(f"'{path}' is damaged: {error}") from error
 
     def times(self) -> list[dict[str, Any]]:
         return _read_lines(self.path / "times.jsonl")

@@ -15,8 +15,9 @@ import numpy as np
 import torch
 
 import redgrape
-from redgrape import tree
-from redgrape.data.examples import Pixels
+from redgrape import own_code, tree
+from redgrape.data.embedding import Progress
+from redgrape.data.examples import WHITE, Pixels
 from redgrape.data.federation import FederatedData, Federation
 from redgrape.data.prepare import prepare
 from redgrape.data.sources import DATASETS
@@ -24,17 +25,19 @@ from redgrape.determinism import same_bits_everywhere
 from redgrape.engines import ClientHalf, Engine
 from redgrape.errors import ConfigError, DataError, StorageError
 from redgrape.method import Site
-from redgrape.privacy.disclosure import told_by
+from redgrape.nets import pretrained
+from redgrape.privacy.disclosure import disclosures
 from redgrape.privacy.ledger import PrivacyLedger
-from redgrape.runs.durable import ordinary
+from redgrape.runs.embedded import embedder, for_encoder
 from redgrape.runs.experiment import Experiment
-from redgrape.runs.figures import FIGURES
+from redgrape.runs.figures import FIGURES, OF_MANY_CLASSES
 from redgrape.runs.folder import RunFolder
 from redgrape.training import RunState, Step, Training, exchanged
 from redgrape.tree import Tensors, Tree
 
 LAST = 10  # the result of a run is the mean of this many last evaluations, as in the paper
 DECIDING = ("redgrape", "torch", "numpy", "platform", "machine", "cpu", "device", "stack")  # what could change bits
+MOST_COUNTS = 10**6  # a larger table of clients and classes is not recorded
 REMEDY = "restore the original, choose another folder with --out, or run it again with --overwrite"
 
 
@@ -79,15 +82,17 @@ class Run:
         stack: int = 1,
         rounds: int | None = None,
         venue: Venue | None = None,
+        embedding: Progress | None = None,
     ) -> None:
-        """`rounds`: extend the run to this many rounds. `venue`: None for this machine."""
+        """`rounds`: extend the run to this many rounds. `venue`: None for this machine. `embedding`: told of examples
+        as they are embedded."""
         self.folder = folder
         self.experiment = folder.experiment() if rounds is None else folder.experiment().with_rounds(rounds)
         self._is_extended = rounds is not None
         self.ledger = PrivacyLedger(folder.path)
         self.workers, self.device, self.allow_changes = workers, device, allow_changes
         self.deadline, self.stack = deadline, stack
-        self.venue = this_machine(device, stack, data_root) if venue is None else venue
+        self.venue = this_machine(device, stack, data_root, embedding) if venue is None else venue
         self.notes: list[str] = []  # for the user, such as a skipped damaged checkpoint
 
     def steps(self) -> Iterator[Step]:
@@ -100,8 +105,9 @@ class Run:
             if not self.folder.has_whole_times():
                 self.notes.append("times.jsonl is damaged; this changes no result")
             self.notes += [f"{reason}; continuing from round {state.round if state else 0}" for reason in wrong]
-            confusion = self._known_confusion(state) if before is not None else None
-            if confusion is not None:
+            known = self._known_confusion(state) if before is not None else None
+            if known is not None:
+                confusion = known["confusion"]
                 self._put_in_order(state)
             else:
                 prepared = self.venue.prepare(self.experiment, before)
@@ -132,7 +138,7 @@ class Run:
                         yield step
                     assert state is not None  # there is at least one round
                     self.notes += self._refused_throughout()
-                    confusion = training.engine.evaluate(state.server["model"], "test").confusion.tolist()
+                    confusion = training.engine.evaluate(state.server["model"], "test").confusion_cells()
             assert state is not None
             self.folder.write_summary(summarize(self.folder, self.experiment, state, confusion))
 
@@ -156,9 +162,9 @@ class Run:
         ]
 
     def _check_files(self, before: Mapping[str, Any] | None) -> None:
-        """Raise ConfigError if the file of the method has changed since the run began."""
+        """Raise ConfigError if the user's code, or a frozen encoder, has changed since the run began."""
         known = (before or {}).get("files", {})
-        for name, digest in _digests(self.experiment.method.name).items():
+        for name, digest in _still_needed(self.experiment).items():
             if known.get(name, digest) != digest:
                 raise ConfigError(
                     f"'{name}' has changed since '{self.folder.path}' began; start a new run with --out, or "
@@ -207,7 +213,7 @@ class Run:
         self, prepared: Prepared, partition: Federation | None, before: Mapping[str, Any] | None, state: RunState | None
     ) -> dict[str, Any] | None:
         """The environment to write, or None to keep the old one. Raise an error if the run cannot continue here."""
-        here = prepared.environment | {"told": told(self.experiment, prepared.federation)}
+        here = prepared.environment | {"discloses": discloses(self.experiment, prepared.federation)}
         history = list((before or {}).get("changes", []))
         if before is None:
             if state is None:
@@ -217,7 +223,7 @@ class Run:
                     f"the data of '{self.folder.path}' has changed since it began: the split differs from "
                     "partition.safetensors; restore the old data or start a new run"
                 )
-            return here | {"changes": [{"after_round": state.round, "environment.json": ["lost", "written anew"]}]}
+            return here | {"changes": [{"after_round": state.round, "environment.json": ["lost", "written again"]}]}
         for name in ("split", "data"):
             if before.get(name, here[name]) != here[name]:
                 raise DataError(
@@ -252,15 +258,14 @@ class Run:
             self.notes.append(f"{error}; it is written again, without its old content")
             return None
 
-    def _known_confusion(self, state: RunState | None) -> list[list[int]] | None:
-        """The confusion matrix of the final model, if the run is finished and its summary has it. Only the summary
-        stores it: in every line, it would bloat the metrics."""
+    def _known_confusion(self, state: RunState | None) -> dict[str, Any] | None:
+        """The summary with the confusion matrix of the final model, if the run is finished. Only the summary stores it:
+        in every line, it would bloat the metrics."""
         if state is None or state.round < self.experiment.rounds or not self._has_partition():
             return None
         try:
             summary = self.folder.summary() or {}
-            confusion: list[list[int]] | None = summary.get("confusion")
-            return confusion if summary.get("state") == digest_of_state(state) else None
+            return summary if "confusion" in summary and summary.get("state") == digest_of_state(state) else None
         except (StorageError, AttributeError):
             self.notes.append("summary.json is damaged and is written again")
             return None
@@ -279,20 +284,25 @@ def run(
     described = experiment if isinstance(experiment, Experiment) else Experiment.parse(experiment)
     path = Path(folder)
     there = RunFolder.open(path) if (path / "experiment.toml").exists() else RunFolder.create(path, described)
-    if there.experiment().hash() != described.hash():
+    if there.experiment().hash() != described.hash():  # one may name fewer of its defaults
         raise ConfigError(f"'{path}' holds another experiment; choose another folder")
     for _ in Run(there, workers=workers, device=device, data_root=data_root).steps():
         pass
     return there
 
 
-def this_machine(device: str, stack: int, data_root: Path | None) -> Venue:
-    """Clients on this machine. Their data is prepared here."""
+def this_machine(device: str, stack: int, data_root: Path | None, progress: Progress | None = None) -> Venue:
+    """Clients on this machine. Their data is prepared here. `progress` is told of embeddings."""
 
     def prepared(experiment: Experiment, before: Mapping[str, Any] | None) -> Prepared:
         federation = prepare(experiment.data, experiment.seed, data_root)
+        if experiment.net.is_pretrained:
+            federation = federation.with_inputs(partial(for_encoder, experiment.net.name))
         files = file_digests(experiment) if before is None else before.get("files", {})
-        return Prepared(federation, machine(device) | about(federation) | {"files": files, "stack": stack})
+        environment = machine(device) | about(federation) | {"files": files, "stack": stack}
+        if experiment.net.is_frozen:
+            federation = federation.with_inputs(embedder(experiment.net, federation.input_shape, data_root, progress))
+        return Prepared(federation, environment)
 
     def tell_lost(record: Mapping[str, Any], notes: list[str]) -> None:
         """Add one note per client. metrics.jsonl lists every round."""
@@ -312,11 +322,11 @@ def site_of(experiment: Experiment, federation: FederatedData) -> Site:
     return Site(*place, experiment.seed, 0, experiment.rounds, torch.device("cpu"))
 
 
-def told(experiment: Experiment, federation: FederatedData) -> dict[str, Any]:
+def discloses(experiment: Experiment, federation: FederatedData) -> dict[str, Any]:
     """What a run of this experiment discloses."""
     method = experiment.method.create()
     parts, survey = exchanged(method, site_of(experiment, federation))
-    return told_by(experiment.exchange, parts, survey, method.needs_single(), federation.num_classes)
+    return disclosures(experiment.exchange, parts, survey, method.needs_single(), federation.num_classes)
 
 
 def check_model(state: RunState, model: Tensors, folder: RunFolder) -> None:
@@ -330,16 +340,20 @@ def check_model(state: RunState, model: Tensors, folder: RunFolder) -> None:
 
 
 def file_digests(experiment: Experiment) -> dict[str, str]:
-    """SHA-256 of the user's method file and initial weights file. The description has only their names."""
-    return _digests(experiment.method.name, experiment.net.weights)
+    """SHA-256 of the user's code, initial weights file and pretrained encoder. The description has only their names."""
+    return _digests(experiment, with_weights=True)
 
 
-def _digests(method: str, weights: str | None = None) -> dict[str, str]:
-    paths = [Path(name) for name in (method if method.endswith(".py") else None, weights) if name is not None]
-    try:
-        return {path.name: hashlib.sha256(ordinary(path, DataError).read_bytes()).hexdigest() for path in paths}
-    except OSError as error:
-        raise DataError(f"cannot read '{error.filename}': {error.strerror}") from error
+def _still_needed(experiment: Experiment) -> dict[str, str]:
+    """SHA-256 of the files that a run needs again to continue: all code, and a frozen encoder."""
+    return _digests(experiment, with_weights=experiment.net.is_frozen)
+
+
+def _digests(experiment: Experiment, with_weights: bool) -> dict[str, str]:
+    net = experiment.net
+    encoder = {net.name: pretrained.digest(net.name, net.weights)} if with_weights and net.is_pretrained else {}
+    weights = [Path(net.weights)] if with_weights and net.weights is not None else []
+    return own_code.digests([*experiment.code(), *weights]) | encoder
 
 
 class Present:
@@ -368,8 +382,8 @@ class Present:
         if key not in self._splits:
             federation = prepare(experiment.data, experiment.seed, self._data_root)
             public = experiment.data.source in DATASETS  # its files are verified, so the split is enough
-            told = {} if public else {"data": contents(federation)}
-            self._splits[key] = {"split": federation.fingerprint(), **told}
+            recorded = {} if public else {"data": contents(federation)}
+            self._splits[key] = {"split": federation.fingerprint(), **recorded}
         return self._splits[key]
 
 
@@ -394,33 +408,36 @@ def machine(device: str) -> dict[str, Any]:
 def about(federation: Federation) -> dict[str, Any]:
     """Facts about the data that a reader of the run needs."""
     train = federation.train
+    is_small = federation.num_clients * federation.num_classes <= MOST_COUNTS
     return {
         "split": federation.fingerprint(),
         "data": contents(federation),
-        "input": input_of(federation.input_shape, train.pixels if train.x.dtype == torch.uint8 else None)
+        "input": input_of(federation.input_shape, train.pixels, WHITE.get(train.x.dtype))
         | ({} if federation.columns is None else {"table": federation.columns.model_dump()}),
         "class_names": federation.class_names,
         "class_counts": federation.class_counts.tolist(),
         "test_counts": federation.counts("test"),
         "validation_counts": federation.counts("validation"),
         "client_names": federation.client_names,
-        "client_counts": federation.client_counts.tolist(),
+        "client_counts": federation.client_counts.tolist() if is_small else None,
         "groups": groups_of(federation),
     }
 
 
-def input_of(shape: tuple[int, ...], pixels: Pixels | None) -> dict[str, Any]:
-    """The format of raw inputs."""
+def input_of(shape: tuple[int, ...], pixels: Pixels | None, white: int | None = 255) -> dict[str, Any]:
+    """The format of raw inputs. `white`: the largest pixel; None for floats."""
+    if pixels is None or white is None:
+        return {"shape": list(shape), "dtype": "float", "pixels": None}
     return {
         "shape": list(shape),
-        "dtype": "float" if pixels is None else "uint8",
-        "pixels": None if pixels is None else {"divided_by": 255, "mean": pixels.mean, "std": pixels.std},
+        "dtype": "uint16" if white == 65535 else "uint8",
+        "pixels": {"divided_by": white, "mean": pixels.mean, "std": pixels.std},
     }
 
 
 def groups_of(federation: FederatedData) -> dict[str, Any]:
     groups = federation.groups
-    return {"head": groups.head, "middle": groups.middle, "tail": groups.tail}
+    return {"head": groups.head, "middle": groups.middle, "tail": groups.tail, **groups.by_shots}
 
 
 def contents(federation: Federation) -> str:
@@ -437,7 +454,7 @@ def contents(federation: Federation) -> str:
     return digest.hexdigest()
 
 
-def summarize(folder: RunFolder, experiment: Experiment, state: RunState, confusion: list[list[int]]) -> dict[str, Any]:
+def summarize(folder: RunFolder, experiment: Experiment, state: RunState, confusion: Any) -> dict[str, Any]:
     """The result of a run: means over the last evaluations, and details on the mistakes of the final model."""
     evaluated = [record for record in folder.metrics() if "test" in record][-LAST:]
     tests = [record["test"] for record in evaluated]
@@ -476,7 +493,8 @@ def digest_of_state(state: RunState) -> str:
 
 
 def _means(scores: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
-    return {figure: _mean([score[figure] for score in scores]) for figure in FIGURES} if scores else {}
+    named = [f for f in (*FIGURES, *OF_MANY_CLASSES) if all(f in score for score in scores)]  # older rounds lack some
+    return {figure: _mean([score[figure] for score in scores]) for figure in named} if scores else {}
 
 
 def _mean(values: Sequence[float | None]) -> float | None:

@@ -1,4 +1,4 @@
-"""The commands data show and data fetch."""
+"""The commands data show, data fetch and embed."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import sys
 from typing import Any
 
 from redgrape.cli.commands.training import described
+from redgrape.errors import ConfigError
 from redgrape.reading.judged import notes
 from redgrape.reading.terminal import cell, printable
 
@@ -41,6 +42,46 @@ def show(options: argparse.Namespace) -> None:
     for note in notes(federation.class_names, federation.counts("test"), training):
         Console().print(cell(f"note: {note}"))
     print(f"examples of each client: {printable(options.out)}")
+
+
+def embed(options: argparse.Namespace) -> None:
+    """Compute the embeddings of a data set, for later runs or for an .npz file."""
+    import io
+
+    import numpy as np
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from redgrape.nets import pretrained
+    from redgrape.runs import durable
+    from redgrape.runs.embedded import embed as embedded
+    from redgrape.runs.experiment import NetOptions
+
+    if not pretrained.is_pretrained(options.net):
+        raise ConfigError(f"net '{options.net}' is not a pretrained encoder; choose {pretrained.LITE0}")
+    net = NetOptions.parse({"name": options.net, "weights": options.weights, "size": options.size})
+    with Progress(console=Console(stderr=True), disable=not sys.stderr.isatty()) as bar:
+        task = bar.add_task("embedding")
+        arrays = embedded(
+            str(options.data),
+            net,
+            image_size=options.image_size,
+            data_root=options.data_root,
+            progress=lambda done, total: bar.update(task, completed=done, total=total),
+        )
+    features = arrays["x"].shape[1]
+    examples = [len(arrays["y"]), len(arrays["y_test"])]
+    if options.out is not None:
+        content = io.BytesIO()
+        np.savez(content, **arrays)
+        durable.replace_file(options.out, content.getvalue())
+    if options.json:
+        told = {"training": examples[0], "test": examples[1], "features": features}
+        print(json.dumps(told | {"file": None if options.out is None else str(options.out)}))
+        return
+    print(f"{examples[0]} training and {examples[1]} test examples have {features} features each, in the cache of runs")
+    if options.out is not None:
+        print(f"use them with --data {printable(options.out)} --net linear")
 
 
 def fetch(options: argparse.Namespace) -> None:

@@ -27,13 +27,19 @@ def init(options: argparse.Namespace) -> None:
     """Create the folder of a deployment."""
     require_flower()
     from redgrape.deploy.setup.create import create
+    from redgrape.deploy.setup.folder import FEWEST_IN_SUM, WHY_THREE
 
     described = _described(options)
     create(options.folder, described)
     print(f"deployment: {printable(options.folder)}")
     for name in described.sites:
         print(f"  give to site {printable(name)}: {printable(options.folder / 'sites' / name)}")
-    if len(described.sites) < 5:
+    if options.secure_aggregation is None and not described.secure_aggregation:
+        print(
+            f"note: no secure sums, because they need {FEWEST_IN_SUM} sites ({WHY_THREE}); the server sees each "
+            "site's update"
+        )
+    if described.class_rows and len(described.sites) < 5:
         print(
             f"note: a class is released only if {described.min_clients} sites report it; with "
             f"{len(described.sites)} sites, few classes may be released (--min-clients)"
@@ -44,18 +50,21 @@ def init(options: argparse.Namespace) -> None:
 def _described(options: argparse.Namespace) -> DeployOptions:
     from pydantic import ValidationError
 
-    from redgrape.deploy.setup.folder import DeployOptions
+    from redgrape.deploy.setup.folder import FEWEST_IN_SUM, DeployOptions
     from redgrape.validation import one_line
 
+    sites = tuple(options.sites.split(","))
+    secure = len(sites) >= FEWEST_IN_SUM if options.secure_aggregation is None else options.secure_aggregation
     values: dict[str, object] = {
-        "sites": tuple(options.sites.split(",")),
+        "sites": sites,
         "host": options.host,
         "port": options.port,
         "bind": options.bind or options.host,
         "plain": options.plain,
         "min_count": options.min_count,
         "min_clients": options.min_clients,
-        "secure_aggregation": options.secure_aggregation,
+        "secure_aggregation": secure,
+        "class_rows": options.class_rows,
         "data": _agreement(options),
     }
     if options.test is not None:
@@ -116,7 +125,7 @@ def site(options: argparse.Namespace) -> None:
     """Run a site in the foreground."""
     require_flower()
     from redgrape.deploy.processes.site_role import SiteRole
-    from redgrape.deploy.setup.folder import SiteFolder
+    from redgrape.deploy.setup.folder import SiteFolder, policy_in_words
 
     folder = SiteFolder(options.folder)
     role = SiteRole(folder, options.data, _say)
@@ -128,8 +137,9 @@ def site(options: argparse.Namespace) -> None:
             f"site {printable(folder.options.name)}: {sum(held.values())} examples of {len(held)} classes", flush=True
         )
         print(f"  {printable(words)}", flush=True)
+        print(f"  policy: {policy_in_words(folder.options)}", flush=True)
         few = [name for name, n in held.items() if n < folder.options.min_count]
-        if few:
+        if folder.options.class_rows and few:
             print(f"  fewer than {folder.options.min_count} of {printable(', '.join(few))}: not reported")
         print(f"taking part at {printable(folder.options.server)}; press Ctrl-C to stop", flush=True)
         role.watch()
@@ -199,8 +209,8 @@ def _link(deployment: Deployment, simulated_data: Path | None) -> Iterator[tuple
         yield deployment, Link(deployment)
         return
     simulated = SimulatedDeployment(deployment.path, simulated_data)
-    told = {SIMULATED_DATA: str(simulated_data.resolve())}
-    with running(Server(simulated, _say, simulation=True), **told) as server:
+    variables = {SIMULATED_DATA: str(simulated_data.resolve())}
+    with running(Server(simulated, _say, simulation=True), **variables) as server:
         yield simulated, server.link
 
 

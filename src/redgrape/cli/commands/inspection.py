@@ -16,6 +16,7 @@ from redgrape.cli.progress import percent
 from redgrape.errors import StorageError
 from redgrape.reading import judged, run_tables
 from redgrape.reading.terminal import cell, lines, printable
+from redgrape.runs.figures import LONGEST
 
 
 def ls(options: argparse.Namespace) -> None:
@@ -85,10 +86,14 @@ def show(options: argparse.Namespace) -> None:
             table.add_column(title, justify="left" if title == "class" else "right")
         names, tested = run.environment["class_names"], judged.counts_of(run.environment, run.summary)
         counts = run.environment["class_counts"]  # None if only the sites of a deployment know
-        for c in sorted(range(len(names)), key=lambda c: (-counts[c] if counts else 0, c)):
+        order = sorted(range(len(names)), key=lambda c: (-counts[c] if counts else 0, c))
+        between = len(order) - 2 * judged.EITHER_END if len(order) > LONGEST else 0
+        for c in [*order[: judged.EITHER_END], *order[-judged.EITHER_END :]] if between else order:
             of_class = [str(known[c]) if known else "–" for known in (counts, tested)]
             table.add_row(cell(names[c]), *of_class, percent(run.summary["per_class"][c]))
         console.print(table)
+        if between:
+            console.print(f"{between} classes between the first and the last {judged.EITHER_END} are in `--json`")
 
 
 def methods(options: argparse.Namespace) -> None:

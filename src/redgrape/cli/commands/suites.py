@@ -117,8 +117,8 @@ def _search(values: dict[str, object], seeds: Sequence[int], options: argparse.N
         suite = replace(_search_suite(choices, values, options.name), axes=axes)
         cells = suite.cells("search", seeds)
         _require_validation([Standing(cell) for cell in cells])
-        told = ", ".join(f"{key} {text(value)}" for key, value in proposal.items())
-        print(f"trial {next(trials)} of {options.search}: {told}", file=sys.stderr)
+        chosen = ", ".join(f"{key} {text(value)}" for key, value in proposal.items())
+        print(f"trial {next(trials)} of {options.search}: {chosen}", file=sys.stderr)
         before = _standings(cells, options, _present(options))
         standings, failures = _run(before, options.out / options.name, options)
         for failure in failures:
@@ -184,17 +184,17 @@ def _run(
     standings: Sequence[Standing], home: Path, options: argparse.Namespace
 ) -> tuple[list[Standing], list[RedgrapeError]]:
     """Run the unfinished cells, several at once if that is faster."""
-    told = not options.quiet and not options.json
+    verbose = not options.quiet and not options.json
     cells, workers = side_by_side.shares(standings, _workers(options), options.side_by_side)
     if cells > 1:
-        if told:
+        if verbose:
             print(f"{cells} cells side by side, with {workers} workers each", file=sys.stderr)
         kept = {
             name: value for name, value in vars(options).items() if name != "command"
         }  # a local function, which cannot be pickled
         theirs = argparse.Namespace(**{**kept, "workers": workers, "quiet": True})
-        side_by_side.carry_out(_run_beside, (standings, home, theirs, told, cells), cells)
-    return _run_in_turn(standings, home, options, told)
+        side_by_side.carry_out(_run_beside, (standings, home, theirs, verbose, cells), cells)
+    return _run_in_turn(standings, home, options, verbose)
 
 
 def _run_beside(*arguments: Any) -> None:
@@ -204,7 +204,7 @@ def _run_beside(*arguments: Any) -> None:
 
 
 def _run_in_turn(
-    standings: Sequence[Standing], home: Path, options: argparse.Namespace, told: bool, at_once: int = 1
+    standings: Sequence[Standing], home: Path, options: argparse.Namespace, verbose: bool, at_once: int = 1
 ) -> tuple[list[Standing], list[RedgrapeError]]:
     """Run one cell after another. A cell that fails does not stop the others."""
     failures: list[RedgrapeError] = []
@@ -219,7 +219,7 @@ def _run_in_turn(
             try:
                 after[i], folder = _begin(standing.cell, home, options, present)
                 if folder is not None:
-                    if told:
+                    if verbose:
                         _tell(i, after, options, at_once)
                     carry_out(folder, options, label=name)
                     after[i] = replace(after[i], view=RunView.read(folder.path))
@@ -228,7 +228,7 @@ def _run_in_turn(
                     failures.append(kind(f"{name}: {after[i].obstacle}"))
             except BusyError:
                 after[i] = replace(standing, obstacle=BUSY)
-                if told:
+                if verbose:
                     print(f"skipped: {name}: {BUSY}", file=sys.stderr)
             except (ConfigError, DataError, Diverged, StorageError, TooFewClients) as error:
                 after[i] = replace(standing, obstacle=str(error))

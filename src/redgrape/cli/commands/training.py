@@ -202,6 +202,8 @@ def carry_out(folder: RunFolder, options: argparse.Namespace, label: str, rounds
     """Run the remaining rounds, up to `rounds` if given. Return whether there were any."""
     default = cores() if options.device == "cpu" else 1
     workers = options.workers if options.workers is not None else default
+    last = folder.experiment().rounds if rounds is None else rounds
+    progress = Progress(label, folder.newest_round(), last, as_json=options.json, quiet=options.quiet)
     this = Run(
         folder,
         workers=workers,
@@ -211,9 +213,9 @@ def carry_out(folder: RunFolder, options: argparse.Namespace, label: str, rounds
         deadline=options.deadline,
         stack=options.stack,
         rounds=rounds,
+        embedding=progress.embedding,
     )
     any_round = False
-    progress = Progress(label, folder.newest_round(), this.experiment.rounds, as_json=options.json, quiet=options.quiet)
     try:
         with enough_memory(), progress, _tensorboard(folder, options) as log:
             for step in this.steps():

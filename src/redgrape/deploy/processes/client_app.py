@@ -21,7 +21,7 @@ from redgrape.deploy.protocol import messages, wire
 from redgrape.deploy.protocol.wire import Header
 
 if TYPE_CHECKING:
-    from redgrape.deploy.protocol.site import Site
+    from redgrape.deploy.protocol.site import DeployedSite
 
 EXTRA = 30.0  # seconds beyond the resident process's own deadline
 
@@ -53,13 +53,13 @@ def _ask_resident(header: Header, parts: Mapping[str, bytes]) -> tuple[Header, M
 
 
 @cache
-def _simulated(index: int) -> Site:
+def _simulated(index: int) -> DeployedSite:
     """A site of a fully simulated deployment. Its data is PATH/NAME or PATH/NAME.npz."""
     from redgrape.deploy.processes.simulated import data_of
-    from redgrape.deploy.protocol.site import Site
+    from redgrape.deploy.protocol.site import DeployedSite
     from redgrape.deploy.setup.folder import Deployment, SiteFolder
 
     deployment, data = Deployment(Path(os.environ[DEPLOYMENT])), Path(os.environ[SIMULATED_DATA])
     name = deployment.options.sites[index]
     folder = SiteFolder(deployment.site(name))
-    return Site(folder, data_of(data, name), deployment.server / "simulated" / name)
+    return DeployedSite(folder, data_of(data, name), deployment.server / "simulated" / name)

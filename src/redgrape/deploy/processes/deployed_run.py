@@ -82,14 +82,18 @@ def at_sites(
     def client_name(client: int) -> str:
         return f"site '{options.sites[client]}'"
 
-    def tell_lost(record: Mapping[str, Any], notes: list[str]) -> None:
+    def report_lost(record: Mapping[str, Any], notes: list[str]) -> None:
         """Report lost and rejected answers at once, by the sites' names."""
         for what, reasons in (("lost", record["lost"]), ("rejected", record["rejected"])):
             for client, reason in reasons.items():
                 words = "was not there" if what == "lost" else "sent an update that is rejected"
                 say(f"round {record['round']}: {client_name(int(client))} {words}: {reason}")
+        for client in record.get("states_lost", {}):
+            if client not in record["lost"]:
+                lost = f"{client_name(int(client))} had lost its own"
+                say(f"round {record['round']}: all sites' states started anew, because {lost}")
 
-    return Venue(prepared, client_name, tell_lost, knows_partition=False)
+    return Venue(prepared, client_name, report_lost, knows_partition=False)
 
 
 def _own(deployment: Deployment, path: str | None) -> Examples | None:

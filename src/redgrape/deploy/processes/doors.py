@@ -120,32 +120,32 @@ class Bounded(H11Protocol):  # type: ignore[misc]  # Flower, which brings it, ma
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
-        self._look()
+        self._update_deadline()
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
-        self._look()
+        self._update_deadline()
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
-        self._wait_no_more()
+        self._stop_waiting()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
         if self.transport.is_closing():  # TLS keeps reading until the other side closes too
             self.loop.call_later(LINGER, self.transport.abort)
 
-    def _look(self) -> None:
+    def _update_deadline(self) -> None:
         if self.conn.their_state is not h11.IDLE:
-            self._wait_no_more()
+            self._stop_waiting()
         elif self not in self._waiting:
             self._waiting[self] = self.loop.call_later(HEAD_DEADLINE, self.transport.abort)
             if len(self._waiting) > HEADS:
                 oldest = next(iter(self._waiting))
-                oldest._wait_no_more()
+                oldest._stop_waiting()
                 oldest.transport.abort()
 
-    def _wait_no_more(self) -> None:
+    def _stop_waiting(self) -> None:
         if (timer := self._waiting.pop(self, None)) is not None:
             timer.cancel()
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import signal
 import sys
@@ -70,7 +71,13 @@ def supernode() -> None:
     look = float(os.environ.get(LOOK, POLL))
     patient.sleep = lambda seconds: time.sleep(min(seconds, look))
     start_client_internal.time = patient
-    theirs.flower_supernode()
+    try:
+        theirs.flower_supernode()
+    finally:
+        # Its HTTP server runs in a thread. If the SuperLink is away for too long, the SuperNode gives up. That thread
+        # would keep the process alive, and nobody would start it again.
+        logging.shutdown()
+        os._exit(1)
 
 
 class OtherApp(Exception):
@@ -103,7 +110,7 @@ def pin(flower: Any, app: str) -> None:
             fab = get_fab(name, run)
             found = hashlib.sha256(fab.content).hexdigest()
             if found != app:
-                raise OtherApp(f"the server's app is {found}, and this site runs {app} alone (app in its site.toml)")
+                raise OtherApp(f"the server's app is {found}, and this site runs only {app} (app in its site.toml)")
             named = fab.hash_str, runs[-1].fab_hash, runs[-1].fab_id, runs[-1].fab_version
             if named != (app, app, *get_fab_metadata(fab.content)):
                 raise OtherApp("the server calls its app by another name than the app itself, which is not run")

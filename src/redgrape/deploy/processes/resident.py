@@ -18,7 +18,7 @@ import torch
 from redgrape.deploy.processes.supervision import end_with_parent
 from redgrape.deploy.protocol import messages, wire
 from redgrape.deploy.protocol.deadlines import PROMISE, Promise
-from redgrape.deploy.protocol.site import Site
+from redgrape.deploy.protocol.site import DeployedSite
 from redgrape.deploy.setup.folder import SiteFolder
 from redgrape.errors import RedgrapeError
 
@@ -27,7 +27,7 @@ BEAT = 5.0  # seconds between two signs of life of an idle process
 SLACK = 3 * READ_DEADLINE  # seconds beyond its deadlines after which it counts as hung
 
 
-def serve(site: Site, listening: socket.socket, promise: Promise) -> None:
+def serve(site: DeployedSite, listening: socket.socket, promise: Promise) -> None:
     """Answer questions one after another, for ever, and promise each time when the answer will be ready."""
     listening.settimeout(BEAT)
     while True:
@@ -56,7 +56,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     torch.set_num_threads(1)
     try:
-        site = Site(SiteFolder(options.folder), options.data)
+        site = DeployedSite(SiteFolder(options.folder), options.data)
     except RedgrapeError as error:
         print(json.dumps({"error": str(error), "exit_code": error.exit_code}), flush=True)
         sys.exit(error.exit_code)

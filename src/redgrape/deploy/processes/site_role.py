@@ -20,6 +20,7 @@ from redgrape.deploy.processes import fork_server
 from redgrape.deploy.processes.launch import NOT_RUN
 from redgrape.deploy.processes.supervision import APP, LOOK, POLL, SOCKET, Owned, environment, require_flower
 from redgrape.deploy.protocol.deadlines import PROMISE, Promise
+from redgrape.deploy.protocol.wire import REFUSED
 from redgrape.deploy.setup import certificates
 from redgrape.deploy.setup.folder import SiteFolder
 from redgrape.errors import BusyError, ConfigError, DataError, RedgrapeError, StorageError
@@ -28,7 +29,7 @@ START_DEADLINE = 600.0  # seconds to read and check the data
 CONNECT_DEADLINE = 20.0
 PATIENCE = 120.0  # seconds to retry if the server refuses: a killed site still counts as connected for a while
 AGAIN = 3.0
-TOLD_EVERY = 300.0  # seconds between two messages of a site that waits for its server
+REPORT_EVERY = 300.0  # seconds between two messages of a site that waits for its server
 BROKEN_LOOKS = 20  # looks in a row at a broken promise: after the machine was suspended it may just not be renewed yet
 AHEAD, BEHIND = 4.0, 290.0  # seconds that a site's clock may be off; Flower refuses it from 5 and 305 on
 SKEW = 60.0  # seconds behind that are worth a message
@@ -50,6 +51,7 @@ class SiteRole:
         self._promise = Promise(Path(self._socket).with_name(PROMISE))
         self._broken = 0
         self._other_app = ""
+        self._refusals: set[str] = set()
 
     def start(self) -> dict[str, Any]:
         """Read and check the data, then connect. Return what the site holds, for the site only."""
@@ -68,7 +70,7 @@ class SiteRole:
         log.unlink(missing_ok=True)
         command = [*self.resident, str(self._folder.path), "--data", str(self._data)]
         env = environment(self._folder.flower_home)
-        self._promise.take_back()
+        self._promise.withdraw()
         self._broken = 0
         self._resident = Owned([*command, "--socket", self._socket], env, log)
         ends = time.monotonic() + START_DEADLINE
@@ -99,8 +101,8 @@ class SiteRole:
 
     def _environment(self) -> dict[str, str]:
         look = max(self.poll, self._folder.options.sites / LOOKS_A_SECOND)
-        told = {SOCKET: self._socket, LOOK: str(look), APP: self._folder.options.app}
-        env = environment(self._folder.flower_home, told, self.poll)
+        variables = {SOCKET: self._socket, LOOK: str(look), APP: self._folder.options.app}
+        env = environment(self._folder.flower_home, variables, self.poll)
         return env | {"PATH": f"{self._sockets.name}/bin{os.pathsep}{env['PATH']}"}
 
     @property
@@ -110,11 +112,11 @@ class SiteRole:
     def _await_server(self, *, again: bool = False) -> None:
         """Wait until the server answers with a certificate that this site trusts. A wrong one is an error at once,
         unless the site was connected before: it may have expired, for example, and will be renewed."""
-        told, since = "", time.monotonic()
+        last_reason, since = "", time.monotonic()
         while (reason := self._why_not(again)) is not None:
-            if reason != told or time.monotonic() - since >= TOLD_EVERY:
+            if reason != last_reason or time.monotonic() - since >= REPORT_EVERY:
                 self._say(f"waiting for the server {self._folder.options.server} ({reason})")
-                told, since = reason, time.monotonic()
+                last_reason, since = reason, time.monotonic()
             time.sleep(AGAIN)
         with suppress(OSError, ValueError):  # the server has just ended again; the SuperNode will notice
             if wrong := why_clock_is_wrong(clock_ahead(self._folder)):
@@ -177,15 +179,25 @@ class SiteRole:
             else:
                 said = self._node.last_words()
                 refused_since = None if "SuperNode ID" in said else refused_since
-                self._tell_of_other_app(said)
+                self._report_other_app(said)
+            self._report_refusals()
             time.sleep(0.5)
 
-    def _tell_of_other_app(self, said: str) -> None:
+    def _report_other_app(self, said: str) -> None:
         """Report each other app once, if the SuperNode said that it did not run it."""
         words = said.rpartition(NOT_RUN)[2].partition(" | ")[0] if NOT_RUN in said else self._other_app
         if words != self._other_app:
             self._other_app = words
             self._say(f"NOT RUN: {words}")
+
+    def _report_refusals(self) -> None:
+        """Report each reason once for which the resident process has refused a question."""
+        assert self._resident is not None
+        lines = self._resident.log.read_bytes()[-65536:].decode(errors="replace").split("\n")[:-1]
+        for line in dict.fromkeys(line for line in lines if line.startswith(REFUSED)):
+            if line not in self._refusals:
+                self._refusals.add(line)
+                self._say(line)
 
     def stop(self) -> None:
         for owned in (self._node, self._warm, self._resident):

@@ -54,7 +54,7 @@ def check(experiment: Experiment, options: DeployOptions) -> None:
     asked = experiment.clients_per_round or sites
     if not experiment.min_answers <= asked <= sites:
         raise ConfigError(
-            f"there are {sites} sites, of which {asked} are asked in a round and {experiment.min_answers} must answer; "
+            f"there are {sites} sites; {asked} are asked in a round, and {experiment.min_answers} must answer; "
             "lower clients_per_round or min_answers"
         )
     if asked < fewest:
@@ -72,7 +72,7 @@ def lone_answers(experiment: Experiment, options: DeployOptions) -> str | None:
     if options.secure_aggregation or fewest > 1:
         return None
     return (
-        "min_answers is 1: where a single site answers in a round, all sites receive its change of the model as it is; "
+        "min_answers is 1: if a single site answers in a round, all sites receive its change of the model as it is; "
         "set min_answers=2 or more"
     )
 
@@ -147,7 +147,7 @@ class Submission:
         except RedgrapeError as error:  # the SuperLink may hang as well
             say(str(error))
         raise RedgrapeError(
-            f"the server's part of the run has told nothing for {self._longest:g} seconds and was given up; see "
+            f"the server's part of the run has reported nothing for {self._longest:g} seconds and was given up; see "
             f"{self._deployment.server / 'run.log'}; the same command goes on after round {self._folder.newest_round()}"
         )
 

@@ -1,10 +1,12 @@
-"""What a deployment holds the server's experiment to. The server's command looks at it before a run, and every site
-again before it answers, by its own site.toml.
+"""What a deployment allows an experiment to do. The server's command checks it by deploy.toml before a run. Every site
+checks it again before it answers, by its own site.toml.
 
-    min_count      of a class of which it holds fewer examples no site sends how many, or a gradient; and where there is
-                   such a floor, no gradient that can be solved for the examples behind it. The update of the model
-                   itself may still tell of such a class
-    min_clients    no class is released that fewer sites report
+    secure_aggregation    only methods whose server needs nothing but sums
+    class_rows            methods that send a row for each class, such as RedGrape's prototypes, only if this is true
+    min_count             no site sends a gradient of a class with fewer examples, or how many there are. If this is
+                          above 1, no gradient may be solvable for the examples behind it. The update of the model
+                          itself may still disclose such a class
+    min_clients           no class is released that fewer sites report
 """
 
 from __future__ import annotations
@@ -15,7 +17,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from redgrape import nets
+from redgrape.errors import ConfigError
 from redgrape.exchange import Parts
+from redgrape.exchange.parts import class_rows
 from redgrape.method import Site
 from redgrape.privacy import floors
 from redgrape.runs.experiment import Experiment
@@ -26,14 +30,27 @@ if TYPE_CHECKING:
     from redgrape.deploy.setup.folder import DeployOptions, SiteOptions
 
 
+class NotAllowed(ConfigError):
+    """A site's policy does not allow what the server asks."""
+
+
 def why_refused(experiment: Experiment, options: DeployOptions | SiteOptions) -> str | None:
-    """Why the experiment discloses, or releases, more than the options allow, or cannot run by them; else None."""
+    """Why the options do not allow the experiment; None if they do."""
+    if experiment.net.name not in nets.NETS:
+        return f"net '{experiment.net.name}' is not one of redgrape's own, which are all that sites train"
+    if experiment.data.letterbox or experiment.data.normalise:
+        return "data.letterbox and data.normalise have no effect at sites; leave them out"
     exchange, single = experiment.exchange, experiment.method.create().needs_single()
     parts, survey = crossing(experiment, options)
-    summed = options.secure_aggregation
+    summed, name = options.secure_aggregation, experiment.method.name
+    if (rows := class_rows(parts)) and not options.class_rows:
+        return (
+            f"method '{name}' sends class rows ({', '.join(rows)}), and class_rows is false; choose another method, "
+            "or set class_rows=true in deploy.toml and every site.toml"
+        )
     if reason := exchange.refuses(parts, single=single, surveys=bool(survey), summed=summed):
         without = "; or set secure_aggregation=false in deploy.toml and every site.toml" if summed else ""
-        return f"method '{experiment.method.name}' cannot run so: {reason}{without}"
+        return f"method '{name}' cannot run so: {reason}{without}"
     return floors.too_much(
         exchange,
         parts,
@@ -46,7 +63,7 @@ def why_refused(experiment: Experiment, options: DeployOptions | SiteOptions) ->
 
 
 def crossing(experiment: Experiment, options: DeployOptions | SiteOptions) -> tuple[Parts, Tree]:
-    """The parts of an update, and an answer to the survey, by the experiment and what is agreed on the data."""
+    """The parts of an update, and a template of an answer to the survey."""
     sites = options.sites if isinstance(options.sites, int) else len(options.sites)
     shape, classes, seed = options.data.shape, len(options.data.classes), experiment.seed
     build = partial(nets.build, experiment.net.name, shape, classes, seed)

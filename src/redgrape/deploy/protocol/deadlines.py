@@ -1,4 +1,4 @@
-"""Waiting that ends: for a call that may never come back, and for a process that may never answer."""
+"""Waits with a deadline: for a call that may never return, and for a process that may never answer."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ PROMISE = "promise"  # the file of a site's resident process, beside its socket
 
 
 def within(seconds: float, call: Callable[[], T], otherwise: str) -> T:
-    """What the call gives; RedgrapeError with these words where it has not come back in time. It cannot be broken off,
-    and is left alone in a thread that keeps no process from ending."""
+    """The result of the call; RedgrapeError with these words if it does not return in time. It cannot be interrupted.
+    It is left in a daemon thread, which keeps no process from ending."""
     came: SimpleQueue[tuple[T | None, BaseException | None]] = SimpleQueue()
 
     def work() -> None:
@@ -38,8 +38,8 @@ def within(seconds: float, call: Callable[[], T], otherwise: str) -> T:
 
 
 class Promise:
-    """A process's word, in a file, that it will be heard of again by some time; another one sees whether it is kept.
-    The clock is that of the machine since it was started, which nobody sets."""
+    """A file in which a process promises a sign of life by some time. Another process checks it. The time is that of
+    the monotonic clock, which nobody sets."""
 
     def __init__(self, file: Path) -> None:
         self._file = file
@@ -49,11 +49,11 @@ class Promise:
         temporary.write_text(str(time.monotonic() + seconds), encoding="utf-8")
         temporary.replace(self._file)
 
-    def take_back(self) -> None:
+    def withdraw(self) -> None:
         self._file.unlink(missing_ok=True)
 
     def is_broken(self) -> bool:
-        """False also where none was given."""
+        """False also if none was given."""
         try:
             return time.monotonic() > float(self._file.read_text(encoding="utf-8"))
         except (OSError, ValueError):

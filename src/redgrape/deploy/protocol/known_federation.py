@@ -1,5 +1,4 @@
-"""The federation as one party knows it: how many sites there are and what their data looks like, and of the examples
-only those that are its own."""
+"""The federation as one party knows it: the number of sites, the format of their data, and only its own examples."""
 
 from __future__ import annotations
 
@@ -16,8 +15,8 @@ from redgrape.exchange.checks import MOST_EXAMPLES
 
 
 class PartialFederation:
-    """`own`: this party's training examples and its number, where it is a site. `test`: its own test set. What sites
-    declare is put into `joined`."""
+    """`own`: the number and the training examples of this party, if it is a site. `test`: its own test set. `joined`
+    holds what sites declare."""
 
     def __init__(
         self,
@@ -47,7 +46,7 @@ class PartialFederation:
         return self._own[1]
 
     def size(self, k: int) -> int:
-        """Of another party only that there is something; nothing is told by which a round could be planned."""
+        """1 for another party: its size is not known here."""
         return len(self._own[1]) if self._own is not None and self._own[0] == k else 1
 
     def declared(self, k: int) -> Declared:
@@ -57,6 +56,6 @@ class PartialFederation:
         return torch.zeros(2, *self.input_shape, dtype=dtype)
 
     def fingerprint(self) -> str:
-        """Of what is agreed; who holds what is not known."""
+        """The fingerprint of the agreement. Who holds what is not known."""
         agreed = [self.num_clients, self.class_names, list(self.input_shape), self._input]
         return hashlib.sha256(json.dumps(agreed).encode()).hexdigest()

@@ -1,7 +1,7 @@
-"""Who has joined, what each has declared, and who is refused.
+"""Which sites have joined, what each has declared, and which nodes are refused.
 
-A site is known by its key, and counts by its number. What it says of itself when it joins must agree with that, before
-anything of the model is sent to it.
+The key identifies a site. What the site says about itself when it joins must agree with it. Until then nothing of the
+model is sent to it.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from redgrape.deploy.setup.folder import DeployOptions
 from redgrape.exchange.checks import MOST_EXAMPLES, UpdateRejected
 from redgrape.method import ClientId
 
-NODES = 1.0  # seconds between two looks for sites
-JOIN = 30.0  # seconds for a node to say who it is
+NODES = 1.0  # seconds between two checks for new sites
+JOIN = 30.0  # seconds for a node to identify itself
 
 
 class _Member(NamedTuple):
-    """A node that has joined as a site, and since when it is connected."""
+    """A node that has joined as a site, and the time of its connection."""
 
     site: ClientId
     since: str
 
 
 class Members:
-    """`joined`: filled with what each site declares. `keys`: the public key of each site, None where nodes are not
-    authenticated. `declared`: what sites said when they first joined the run, by name, where it goes on; `record` is
-    told what each says that joins."""
+    """`joined`: receives what each site declares. `keys`: the public key of each site; None if nodes are not
+    authenticated. `declared`: what sites declared when they first joined a continued run, by name. `record`: called
+    with what a site declares when it joins."""
 
     def __init__(
         self,
@@ -50,57 +50,58 @@ class Members:
     ) -> None:
         self._transport, self._options, self._joined, self._keys = transport, options, joined, keys
         self._say, self._record = say, record
-        self._waited = False  # for all sites, as at the beginning of a run
+        self._waited = False  # whether all sites were waited for once
         self._declared: dict[str, dict[str, int]] = {
             name: {key: said[key] for key in ("examples", "tests")}
             for name, said in declared.items()
             if "examples" in said
         }
-        self._told = True  # who has declared what
+        self._shares_reported = True
         self._members: dict[int, _Member] = {}  # by node id
-        self._refused: dict[int, str] = {}  # the same, with since when
-        self._failed: dict[int, str] = {}  # the same, with why it was asked again
+        self._refused: dict[int, str] = {}  # by node id: the time of the connection
+        self._failed: dict[int, str] = {}  # by node id: why it was asked again
 
     def name(self, k: ClientId) -> str:
         return self._options.sites[k]
 
     def tests(self, k: ClientId) -> int:
-        """On how many examples the site has said that it evaluates."""
+        """The number of test examples that the site declared."""
         return self._declared[self.name(k)]["tests"]
 
     def connected(self, sites: Iterable[ClientId], fewest: int) -> dict[ClientId, int]:
-        """The nodes of these sites. At the beginning all are waited for, so that a run that goes on does so with the
-        same ones; later a site that is away is not, as long as the fewest are there. The wait has its deadline."""
-        wanted, ends, told = set(sites), time.monotonic() + self._options.deadlines.join, False
+        """The nodes of these sites. The first call waits for all of them, so that a run continues with the same sites.
+        Later calls wait only until `fewest` are there. The wait has a deadline."""
+        wanted, ends, announced = set(sites), time.monotonic() + self._options.deadlines.join, False
         while True:
             there = {k: node for k, node in self._join().items() if k in wanted}
             enough = len(there) >= (min(fewest, len(wanted)) if self._waited else len(wanted))
             if enough or time.monotonic() >= ends:
                 self._waited = True
-                if not self._told:
-                    self._tell_shares()
+                if not self._shares_reported:
+                    self._report_shares()
                 return there
-            if not told:
+            if not announced:
                 self._say(f"waiting for {', '.join(self.name(k) for k in sorted(wanted - there.keys()))}")
-                told = True
+                announced = True
             time.sleep(NODES)
 
     def _join(self) -> dict[ClientId, int]:
-        """The sites that are connected. A node that is new, or was away, is asked who it is."""
+        """The connected sites. A node that is new, or was away, is asked who it is."""
         nodes = self._transport.nodes()
         self._members = {i: m for i, m in self._members.items() if i in nodes and m.since == nodes[i].last_activated_at}
         new = [i for i in nodes if i not in self._members and self._refused.get(i) != nodes[i].last_activated_at]
-        letters: dict[int, Letter] = {i: (JoinQuestion(deadline=JOIN), {}) for i in new}
+        question = JoinQuestion(deadline=JOIN, secure_aggregation=self._options.secure_aggregation)
+        letters: dict[int, Letter] = {i: (question, {}) for i in new}
         for i, reply in self._transport.ask(letters, JoinAnswer):
             if isinstance(reply, NoAnswer) and reply.again:
                 if self._failed.get(i) != reply.reason:
                     self._failed[i] = reply.reason
-                    self._say(f"{self._by_key(nodes[i])} {reply.reason}, and is asked again who it is")
+                    self._say(f"{self._by_key(nodes[i])} {reply.reason}; asking it again who it is")
                 continue
             try:
                 if isinstance(reply, NoAnswer):
                     raise UpdateRejected(f"{self._by_key(nodes[i])} {reply.reason}")
-                self._welcome(nodes[i], reply.answer)
+                self._admit(nodes[i], reply.answer)
             except UpdateRejected as reason:
                 self._refused[i] = nodes[i].last_activated_at
                 self._say(f"a node is refused: {reason}")
@@ -109,25 +110,25 @@ class Members:
         return {member.site: i for i, member in self._members.items()}
 
     def _by_key(self, node: Any) -> str:
-        """What a node is called before it has said who it is."""
+        """The name for a node that has not identified itself yet."""
         if self._keys is None or node.public_key not in self._keys:
             return "a node"
         return f"site '{self.name(self._keys.index(node.public_key))}'"
 
-    def _welcome(self, node: Any, said: JoinAnswer) -> None:
-        """UpdateRejected where the node cannot be the site that it says it is."""
+    def _admit(self, node: Any, said: JoinAnswer) -> None:
+        """Record what the site declares; UpdateRejected if the node cannot be the site that it says it is."""
         k, sites = said.site, self._options.sites
         if not 0 <= k < len(sites):
-            raise UpdateRejected(f"it says that it is site {k}, and there are {len(sites)}")
+            raise UpdateRejected(f"it says that it is site {k}, but there are {len(sites)} sites")
         name = self.name(k)
         if self._keys is not None and node.public_key != self._keys[k]:
             whose = self._keys.index(node.public_key) if node.public_key in self._keys else None
             owner = "nobody here" if whose is None else f"'{self.name(whose)}'"
-            raise UpdateRejected(f"it says that it is site '{name}', and its key is that of {owner}")
+            raise UpdateRejected(f"it says that it is site '{name}', but its key is that of {owner}")
         if any(member.site == k for member in self._members.values()):
             raise UpdateRejected(f"site '{name}' is connected already")
         if said.agreement != self._options.data.model_dump(mode="json") or said.sites != len(sites):
-            raise UpdateRejected(f"site '{name}' has another agreement on classes, shape or sites than the server")
+            raise UpdateRejected(f"site '{name}' and the server do not agree on classes, shape or number of sites")
         if said.evaluates != (self._options.test is None):
             raise UpdateRejected(f"site '{name}' and the server do not agree on where models are evaluated")
         if said.secure_aggregation != self._options.secure_aggregation:
@@ -146,30 +147,30 @@ class Members:
                 self._say(f"site '{name}' has {package} {versions[package]}, and the server {here}: bits may differ")
 
     def _declare(self, said: JoinAnswer) -> dict[str, Any]:
-        """Hold a site to how many examples it has said that it has, when it first joined the run: to train on, by
-        which it is weighed in averages, and to evaluate on. With secure sums it tells no number."""
+        """Hold a site to the numbers of training and test examples that it declared when it first joined the run. They
+        are its weights in averages and evaluations. With secure sums it declares none."""
         k, name = said.site, self.name(said.site)
         if self._options.secure_aggregation:
             self._joined[k] = Declared(MOST_EXAMPLES, name=f"site '{name}'")
             return {}
         if said.examples is None or not 1 <= said.examples <= MOST_EXAMPLES:
-            raise UpdateRejected(f"site '{name}' says that it has {said.examples} examples, which cannot be")
+            raise UpdateRejected(f"site '{name}' declares {said.examples} examples, which is not possible")
         if said.tests is None or not 0 <= said.tests <= MOST_EXAMPLES:
-            raise UpdateRejected(f"site '{name}' says that it has {said.tests} tests, which cannot be")
+            raise UpdateRejected(f"site '{name}' declares {said.tests} tests, which is not possible")
         first = self._declared.setdefault(name, {"examples": said.examples, "tests": said.tests})
         if said.examples > first["examples"] or said.tests != first["tests"]:
             raise UpdateRejected(
-                f"site '{name}' joined this run with {first['examples']} examples and {first['tests']} to test on, and "
-                f"says {said.examples} and {said.tests} now; put its data back, or start a new run"
+                f"site '{name}' joined this run with {first['examples']} examples and {first['tests']} to test on, but "
+                f"now declares {said.examples} and {said.tests}; put its data back, or start a new run"
             )
         if k not in self._joined:
             self._joined[k] = Declared(first["examples"], name=f"site '{name}'")
-            self._told = False
+            self._shares_reported = False
         return dict(first)
 
-    def _tell_shares(self) -> None:
-        """What each site has declared, and who could carry the average alone."""
-        self._told = True
+    def _report_shares(self) -> None:
+        """Report what each site declared, and a site that decides the average alone."""
+        self._shares_reported = True
         for key, what in (("examples", "in averages"), ("tests", "in evaluations")):
             numbers = {self.name(k): self._declared[self.name(k)][key] for k in sorted(self._joined)}
             if not (total := sum(numbers.values())):

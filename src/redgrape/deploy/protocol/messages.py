@@ -1,13 +1,13 @@
-"""The questions and answers that cross between server and site, each with what its header says.
+"""The questions and answers between server and site, with the fields of their headers.
 
-Nothing that comes over the wire is trusted: both sides read headers here, and every field is held to its type. Tensors
-travel beside the header (wire.py), each group by the name that its message `carries`.
+Nothing that comes over the wire is trusted. Both sides read headers here, and the type of every field is checked.
+Tensors travel beside the header (wire.py). A message names its group of tensors by `carries`.
 
-    join        who is this, and does its data fit
+    join        who the node is, and whether its data fits
     survey      what a method must know before the first round
     train       a client's round
-    evaluate    how a model does on the site's test set
-    sum         one stage of a secure sum (secure_sum.py) of what the site would answer to one of the last three
+    evaluate    the scores of a model on the site's test set
+    sum         one stage of a secure sum (secure_sum.py) of the answers to one of the last three
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class _Message:
 
     @classmethod
     def from_header(cls, header: Header) -> Self:
-        """NotUnderstood where a field is not what it must be."""
+        """NotUnderstood if a field is missing or has another type."""
         if header.get("protocol") != PROTOCOL:
             raise NotUnderstood(f"it speaks protocol {str(header.get('protocol'))[:40]}, and we speak {PROTOCOL}")
         said: dict[str, Any] = {}
@@ -67,12 +67,16 @@ class Question(_Message):
 
 @dataclass(frozen=True, kw_only=True)
 class JoinQuestion(Question):
+    """`secure_aggregation`: whether the server asks for secure sums only."""
+
     kind = "join"
+
+    secure_aggregation: bool
 
 
 @dataclass(frozen=True, kw_only=True)
 class _OfRun(Question):
-    run: str  # the name by which sites keep their states
+    run: str  # the name under which sites keep their states
     experiment: str  # TOML
 
 
@@ -83,13 +87,14 @@ class SurveyQuestion(_OfRun):
 
 @dataclass(frozen=True, kw_only=True)
 class TrainQuestion(_OfRun):
-    """`state`: the round that the client's state must be of; none before its first. `reach`: how many rounds the server
-    may go back."""
+    """`state`, `state_key`: the round and the key of the client's state that the server counts on; None before the
+    client's first. `reach`: how many rounds the server may go back."""
 
     kind, carries = "train", "broadcast"
 
     reach: int
     state: int | None = None
+    state_key: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,7 +103,7 @@ class EvaluateQuestion(_OfRun):
 
 
 class Stage(NamedTuple):
-    """A stage of a secure sum. Who `arrived`, and who was `lost`, is told in the last."""
+    """A stage of a secure sum. The last one says who `arrived` and who was `lost`."""
 
     name: str
     arrived: list[int] | None = None
@@ -107,7 +112,7 @@ class Stage(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class SumQuestion(_OfRun):
-    """A stage of the sum that has this name, and all that the question has whose answers are added."""
+    """A stage of the sum with this name, and all fields of the question whose answers are added."""
 
     kind = "sum"
 
@@ -118,6 +123,7 @@ class SumQuestion(_OfRun):
     lost: list[int] | None = None
     reach: int | None = None
     state: int | None = None
+    state_key: int | None = None
 
     @classmethod
     def about(cls, question: Question, name: str, stage: Stage, deadline: float) -> SumQuestion:
@@ -144,7 +150,7 @@ def read_question(header: Header) -> Question:
 
 
 def deadline_of(header: Header) -> float:
-    """The seconds of a question; 0 where it is none, and will be answered with an error at once."""
+    """The deadline of a question in seconds; 0 if the header is invalid, since the answer is then an error at once."""
     try:
         return read_question(header).deadline
     except NotUnderstood:
@@ -158,7 +164,7 @@ class Answer(_Message):
 
 @dataclass(frozen=True, kw_only=True)
 class JoinAnswer(Answer):
-    """In secure sums alone no number of examples is told."""
+    """A site that answers only in secure sums does not send its numbers of examples."""
 
     name: str
     sites: int
@@ -181,10 +187,12 @@ class SurveyAnswer(Answer):
 
 @dataclass(frozen=True, kw_only=True)
 class TrainAnswer(Answer):
+    """`state_key`: the key of the client's new state; None if it has none."""
+
     carries = "update"
 
     round: int
-    has_state: bool
+    state_key: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,16 +202,21 @@ class EvaluateAnswer(Answer):
 
 @dataclass(frozen=True, kw_only=True)
 class SumAnswer(Answer):
-    """`layout`: names and shapes of what was masked. `has_state`: as in the answer that was added."""
+    """`layout`: names and shapes of what was masked. `state_key`: as in the answer that was added."""
 
     layout: list[Any] | None = None
-    has_state: bool = False
+    state_key: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Failure(_Message):
+    """`refused`: the site's policy does not allow what was asked, so asking again does not help. `no_state`: the site
+    does not have the state that the question names."""
+
     error: str
     site: int | None = None
+    refused: bool = False
+    no_state: bool = False
 
 
 A = TypeVar("A", bound=Answer)
@@ -218,7 +231,7 @@ class Reply(Generic[A]):
 
 
 def read_answer(header: Header, kind: type[A]) -> A | Failure:
-    """A site that speaks another protocol says so in its failure."""
+    """A failure is read whatever protocol the site speaks, since it says so there."""
     if "error" in header:
         return Failure.from_header({**header, "protocol": PROTOCOL})
     return kind.from_header(header)

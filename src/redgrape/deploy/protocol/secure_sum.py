@@ -1,21 +1,20 @@
-"""Sums over sites of which the server learns nothing but the sum: Flower's SecAgg+.
+"""Sums over sites, of which the server learns only the sum: Flower's SecAgg+.
 
 Bell et al., "Secure Single-Server Aggregation with (Poly)Logarithmic Overhead", CCS 2020,
-https://eprint.iacr.org/2020/704, in the case that every site is a neighbour of every other. All that touches Flower's
-secure aggregation, which is part of its legacy API, is here. A site goes through four stages, each once:
+https://eprint.iacr.org/2020/704, with every site a neighbour of every other. Only this module uses Flower's secure
+aggregation, which is part of its legacy API. A site goes through four stages, each once:
 
     keys        two fresh public keys of every site
-    shares      each gets the others' keys, and makes two secrets: a seed of its own, and its private key. It sends a
+    shares      each site receives the others' keys. It has two secrets: a random seed and its private key. It sends a
                 share of both to each other site, encrypted for it; any t = n // 2 + 1 of the n shares give the secret
-    masked      the site's numbers, plus a mask from its seed, plus or minus one for each pair of sites, from a key that
-                only these two know. In the sum over all sites the masks of pairs cancel
-    revealed    for every site whose numbers arrived, the others' shares of its seed; for every one that was lost since
+    masked      the site's numbers, plus a mask from its seed, plus or minus one mask for each pair of sites, from a key
+                that only these two know. In the sum over all sites the masks of pairs cancel
+    revealed    for every site whose numbers arrived, the others' shares of its seed; for every site that was lost since
                 `shares`, those of its key, from which the masks of its pairs follow. Never both of one site
 
-The stages of a site are Flower's own code. Two things are set right here. Flower makes masks from 32 bits of a secret,
-which can be tried out one after another; here they are AES in counter mode with all 256 bits for a key. And Flower's
-server takes a site that leaves before it has sent its shares for one that leaves later, and fails; hence the server's
-part is here.
+The stages of a site are Flower's own code, with two corrections. Flower makes masks from 32 bits of a secret, and all
+of them could be tried; here masks are AES in counter mode with a key of 256 bits. Flower's server confuses a site that
+leaves before it has sent its shares with one that leaves later, and fails; so the server's part is written here.
 
 Flower adds numbers of 31 bits. Ours have 62, as two such halves.
 """
@@ -53,7 +52,7 @@ STAGES = ("keys", "shares", "masked", "revealed")
 _HALF = BITS // 2
 _OFFSET = 1 << (BITS - 1)  # numbers have a sign, and halves have none
 _MODULUS = 1 << 40  # above MOST times a half
-_PARTS = ("weight", "high", "low")  # of a masked vector; Flower puts a weight in front, which is the same for all here
+_PARTS = ("weight", "high", "low")  # of a masked vector; Flower puts a weight in front, here the same for all sites
 
 Letters: TypeAlias = Mapping[ClientId, Parts]
 Ask: TypeAlias = Callable[[Stage, Letters], Iterable[tuple[ClientId, Reply[SumAnswer] | Lost]]]
@@ -61,8 +60,8 @@ _Read = TypeVar("_Read")
 
 
 def _masks(secret: bytes, modulus: int, shapes: Sequence[tuple[int, ...]]) -> list[Numbers]:
-    """In place of Flower's function of the same arguments. Every secret serves one sum, so that the counter may begin
-    at zero."""
+    """Replaces Flower's function with the same arguments. Every secret is used for one sum, so the counter may start at
+    zero."""
     stream = Cipher(algorithms.AES(hashlib.sha256(secret).digest()), modes.CTR(bytes(16))).encryptor()
     return [
         (np.frombuffer(stream.update(bytes(8 * math.prod(shape))), "<i8") & (modulus - 1)).reshape(shape)
@@ -78,19 +77,19 @@ _flower.pseudo_rand_gen = _masks
 
 
 def threshold(sites: int) -> int:
-    """How many of so many sites must stay to the end, and how many shares give a secret: more than half of them."""
+    """The number of sites that must stay to the end, and of shares that give a secret: more than half."""
     return sites // 2 + 1
 
 
 class Member:
-    """A site in one sum. It keeps to the protocol whatever it is asked, else it gives no answer."""
+    """A site in one sum. It answers only what the protocol allows."""
 
     def __init__(self, me: ClientId) -> None:
         self._me, self._done = me, 0
         self._state = _flower.SecAggPlusState(nid=me)
 
     def answer(self, stage: Stage, parts: Parts, numbers: Numbers | None = None) -> dict[str, bytes]:
-        """The parts of a site's answer to one stage. `numbers`: what it adds, for the stage `masked`."""
+        """The parts of a site's answer to one stage. `numbers`: what the site adds in the stage `masked`."""
         if self._done >= len(STAGES) or stage.name != STAGES[self._done]:
             raise ConfigError(f"the server asks for '{stage.name[:20]}' out of turn in a secure sum")
         self._done += 1
@@ -109,7 +108,7 @@ class Member:
         made = _flower._setup(
             self._state,
             {
-                Key.SAMPLE_NUMBER: 0,  # what depends on the number of sites is set when their keys are known
+                Key.SAMPLE_NUMBER: 0,  # set in `shares`, when the number of sites is known
                 Key.SHARE_NUMBER: 0,
                 Key.THRESHOLD: 0,
                 Key.CLIPPING_RANGE: float(1 << (_HALF - 1)),  # so that the step is 1: whole numbers stay as they are
@@ -137,7 +136,7 @@ class Member:
         return dict(zip(_PARTS, made[Key.MASKED_PARAMETERS], strict=True))
 
     def _revealed(self, arrived: list[ClientId], lost: list[ClientId]) -> dict[str, bytes]:
-        """Of each site one of the two secrets and never both, else its numbers could be unmasked."""
+        """For each site a share of one of its two secrets, never of both: with both its numbers could be unmasked."""
         held = sorted(self._state.rd_seed_share_dict)
         if sorted(arrived + lost) != held or self._me not in arrived or len(arrived) < self._state.threshold:
             raise ConfigError("the server asks to unmask others than those that took part in a secure sum")
@@ -147,7 +146,7 @@ class Member:
 
 @dataclass(frozen=True)
 class Summed:
-    """The sum over the sites that `answered`, each with its answer; why each other is not in it."""
+    """The sum over the sites that `answered`, with their answers; for the others, why they are not in it."""
 
     total: dict[str, Any]
     answered: Mapping[ClientId, SumAnswer]
@@ -155,7 +154,7 @@ class Summed:
 
 
 class SumFailed(Exception):
-    """There is no sum, and nothing was unmasked unless the message says so. `lost`: why single sites are to blame."""
+    """There is no sum, and nothing was unmasked unless the message says so. `lost`: why single sites failed."""
 
     def __init__(self, reason: str, lost: Mapping[ClientId, str]) -> None:
         super().__init__(reason)
@@ -163,7 +162,7 @@ class SumFailed(Exception):
 
 
 class NotBegun(SumFailed):
-    """Too few sites were there to begin: nobody has computed anything, and it can be tried again."""
+    """Too few sites were there to begin. Nobody has computed anything, so it can be tried again."""
 
 
 @dataclass(frozen=True)
@@ -174,8 +173,8 @@ class _Masked:
 
 
 def secure_sum(sites: Sequence[ClientId], ask: Ask, fewest: int) -> Summed:
-    """The sum of what these sites add. `ask` puts a stage's question to sites by its deadline, and adds to the stage
-    `masked` what they are to compute. `fewest`: with fewer in the sum it is not unmasked."""
+    """The sum of what these sites add. `ask` sends a stage's question to sites, waits until its deadline, and in the
+    stage `masked` includes what they must compute. `fewest`: a sum over fewer sites is not unmasked."""
     return _Sum(ask, fewest).over(sites)
 
 
@@ -186,7 +185,7 @@ class _Sum:
 
     def over(self, sites: Sequence[ClientId]) -> Summed:
         keys = self._stage(Stage("keys"), {k: {} for k in sites}, _read_keys)
-        self._must_be(len(keys), max(FEWEST_IN_SUM, self._fewest), "gave their keys", NotBegun)
+        self._require(len(keys), max(FEWEST_IN_SUM, self._fewest), "gave their keys", NotBegun)
         enough = threshold(len(keys))
         least = max(enough, self._fewest)
 
@@ -194,16 +193,16 @@ class _Sum:
         public |= {f"box key/{k}": key for k, (_, key) in keys.items()}
         letters: Letters = {k: public for k in keys}
         boxes = self._stage(Stage("shares"), letters, lambda k, reply: _read_shares(reply, {*keys} - {k}))
-        self._must_be(len(boxes), least, "gave shares of their secrets")
+        self._require(len(boxes), least, "gave shares of their secrets")
 
         letters = {k: {f"share/{j}": boxes[j][k] for j in boxes if j != k} for k in boxes}
         masked = self._with_one_layout(self._stage(Stage("masked"), letters, _read_masked))
-        self._must_be(len(masked), least, "gave their part of the sum")
+        self._require(len(masked), least, "gave their part of the sum")
 
         arrived, lost = list(masked), [k for k in boxes if k not in masked]
         last = Stage("revealed", arrived, lost)
         shares = self._stage(last, {k: {} for k in arrived}, lambda _, reply: _read_shares(reply, {*boxes}))
-        self._must_be(len(shares), enough, "stayed until the sum was unmasked")
+        self._require(len(shares), enough, "stayed until the sum was unmasked")
         try:
             secrets = {k: combine_shares([given[k] for given in shares.values()]) for k in boxes}
             total = _unmasked([m.arrays for m in masked.values()], secrets, arrived, lost, keys)
@@ -216,7 +215,7 @@ class _Sum:
     def _stage(
         self, stage: Stage, letters: Letters, read: Callable[[ClientId, Reply[SumAnswer]], _Read]
     ) -> dict[ClientId, _Read]:
-        """The answers to one stage that can be read, in the order of the sites; the others are lost."""
+        """The readable answers to one stage, in the order of the sites. The other sites are lost."""
         found: dict[ClientId, _Read] = {}
         for k, reply in self._ask(stage, letters):
             if isinstance(reply, Lost):
@@ -228,12 +227,12 @@ class _Sum:
                 self._lost[k] = f"its answer '{stage.name}' in a secure sum cannot be read: {str(error)[:200]}"
         return dict(sorted(found.items()))
 
-    def _must_be(self, number: int, least: int, what: str, kind: type[SumFailed] = SumFailed) -> None:
+    def _require(self, number: int, least: int, what: str, kind: type[SumFailed] = SumFailed) -> None:
         if number < least:
             raise kind(f"{number} sites {what}, and {least} are needed", self._lost)
 
     def _with_one_layout(self, masked: dict[ClientId, _Masked]) -> dict[ClientId, _Masked]:
-        """Those whose tensors have the names and shapes that most have."""
+        """The sites whose tensors have the most common names and shapes."""
         if not masked:
             return masked
         layouts = Counter(str(m.layout) for m in masked.values())
@@ -251,8 +250,8 @@ def _unmasked(
     lost: Sequence[ClientId],
     keys: Mapping[ClientId, tuple[bytes, bytes]],
 ) -> Numbers:
-    """The sum of the masked vectors without the masks that are left in it: the sites' own, and those of pairs of which
-    one was lost."""
+    """The sum of the masked vectors without the masks that remain in it: the sites' own, and those of pairs with a lost
+    site."""
     total = [np.sum(arrays, axis=0) for arrays in zip(*masked, strict=True)]
     shapes = [t.shape for t in total]
 
@@ -264,20 +263,20 @@ def _unmasked(
         add(-1, secrets[k])
     for k in lost:
         private = bytes_to_private_key(secrets[k])
-        for j in arrived:  # j has added the mask of the pair where its number is above k's, else subtracted it
+        for j in arrived:  # j added the mask of the pair if its number is above k's, else subtracted it
             add(-1 if j > k else 1, generate_shared_key(private, bytes_to_public_key(keys[j][0])))
     return _whole([t & (_MODULUS - 1) for t in total[1:]], len(arrived))
 
 
 def _halves(numbers: Numbers) -> list[np.ndarray[Any, np.dtype[np.float64]]]:
-    """Two numbers of 31 bits for each of 62, moved to lie around zero as Flower wants them."""
+    """Two numbers of 31 bits for each number of 62, centred on zero as Flower expects."""
     positive, middle = numbers + _OFFSET, 1 << (_HALF - 1)
     high, low = positive >> _HALF, positive & ((1 << _HALF) - 1)
     return [(half - middle).astype(np.float64) for half in (high, low)]
 
 
 def _whole(halves: Sequence[Numbers], sites: int) -> Numbers:
-    """The sum over so many sites from the sums of its halves, modulo 2^64."""
+    """The sum over this many sites from the sums of its halves, modulo 2^64."""
     high, low = (half.astype(np.uint64) for half in halves)
     offset = np.uint64(sites * _OFFSET % (1 << 64))
     return ((high << np.uint64(_HALF)) + low - offset).view(np.int64)

@@ -1,6 +1,6 @@
-"""What a site answers to the server's questions (messages.py). Its examples and its state stay here; what leaves is in
-the answers: a survey; an update, while the new state is saved here under run and round; of an evaluation counts, of
-classes from min_count on. A site with secure_aggregation answers to these three as parts of secure sums alone.
+"""A site's answers to the server's questions (messages.py). Its examples and its state stay here. The answers hold all
+that leaves: a survey; an update, before which the new state is saved here; the counts of an evaluation, of classes with
+at least min_count examples. A site with secure_aggregation gives these three only as parts of secure sums.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from redgrape import methods, nets, tree
 from redgrape.data.examples import Examples
 from redgrape.data.prepare import augmentation
 from redgrape.deploy.protocol import admission, messages
+from redgrape.deploy.protocol.admission import NotAllowed
 from redgrape.deploy.protocol.known_federation import PartialFederation
 from redgrape.deploy.protocol.messages import (
     Answer,
@@ -44,23 +45,24 @@ from redgrape.deploy.protocol.messages import (
     TrainAnswer,
     TrainQuestion,
 )
-from redgrape.deploy.protocol.site_states import SiteStates
-from redgrape.deploy.protocol.wire import Header, NotUnderstood, Parts
+from redgrape.deploy.protocol.site_states import SiteStates, StateMissing
+from redgrape.deploy.protocol.wire import REFUSED, Header, NotUnderstood, Parts
 from redgrape.deploy.setup import site_data
 from redgrape.deploy.setup.folder import SiteFolder
 from redgrape.engines import ClientHalf
 from redgrape.errors import ConfigError, DataError, RedgrapeError
-from redgrape.learning import evaluation
+from redgrape.learning import evaluation, sums
 from redgrape.runs.experiment import Experiment
 from redgrape.tree import Tree
 
 if TYPE_CHECKING:
     from redgrape.deploy.protocol.secure_sum import Member
 
+_ONLY_SUMS = "this site answers only in secure sums (secure_aggregation in its site.toml)"
 _CPU = torch.device("cpu")
 
 
-class Site:
+class DeployedSite:
     """One site with its data, which has been checked."""
 
     def __init__(self, folder: SiteFolder, data: Path, states: Path | None = None) -> None:
@@ -72,45 +74,53 @@ class Site:
         if self.options.evaluates and not len(self.test):
             raise DataError(f"'{data}' holds no test example, and models are evaluated at the sites")
         self.index = index
-        self._judged = self._test_told()
+        self._evaluated = self._reported_test_set()
         self._states = SiteStates(folder.states if states is None else states)
         self._prepared: tuple[str, ClientHalf] | None = None
-        self._sums: tuple[str, Member] | None = None  # the name of the sum that goes on
+        self._sums: tuple[str, Member] | None = None  # the name of the sum under way
 
     def counts(self) -> dict[str, int]:
-        """Training examples of each class, for the site's own eyes."""
+        """The number of training examples of each class. Only the site itself sees it."""
         counts = torch.bincount(self.train.labels, minlength=len(self.options.data.classes)).tolist()
         return dict(zip(self.options.data.classes, counts, strict=True))
 
-    def _test_told(self) -> Examples:
-        """The test examples that the site's evaluation tells of. The rows of a class tell nearly how many examples of
-        it there are, so that outside of a secure sum a class below the floor is left out."""
+    def _reported_test_set(self) -> Examples:
+        """The test examples that the site evaluates on. The rows of a class disclose roughly how many training examples
+        it has. So a class below the floor is left out, except in a secure sum."""
         if self.options.secure_aggregation or self.options.min_count == 1:
             return self.test
         held = torch.bincount(self.train.labels, minlength=len(self.options.data.classes))
         return self.test.take((held >= self.options.min_count)[self.test.labels].nonzero().flatten().numpy())
 
     def answer(self, header: Header, parts: Parts) -> tuple[Header, dict[str, bytes]]:
-        """The answer to a question; an error is one too, in one line."""
+        """The answer to a question. A failure is an answer too, in one line."""
         try:
             question = messages.read_question(header)
             with _within(question.deadline):
                 answer, sent = self._answered(question, parts)
             return answer.to_header(), sent
-        except Exception as error:  # a site that fails must say so, and be there for the next question
+        except NotAllowed as error:
+            words = " ".join(str(error).split())
+            print(f"{REFUSED}{words}", file=sys.stderr, flush=True)
+            return Failure(site=self.index, error=words, refused=True).to_header(), {}
+        except StateMissing as error:
+            return Failure(site=self.index, error=str(error), no_state=True).to_header(), {}
+        except Exception as error:  # a site that fails must say so, and remain available for the next question
             return Failure(site=self.index, error=_for_the_server(error)).to_header(), {}
 
     def _answered(self, question: Question, parts: Parts) -> tuple[Answer, dict[str, bytes]]:
         if isinstance(question, JoinQuestion):
+            if self.options.secure_aggregation and not question.secure_aggregation:
+                raise NotAllowed(f"{_ONLY_SUMS}, and the server asks without them")
             return self._join(), {}
         if isinstance(question, SumQuestion):
             return self._sum(question, parts)
         if self.options.secure_aggregation:
-            raise ConfigError("this site answers in secure sums alone (secure_aggregation in its site.toml)")
-        answer, value = self._alone(question, parts)
+            raise NotAllowed(f"{_ONLY_SUMS}, and the server asks for its '{question.kind}' alone")
+        answer, value = self._computed(question, parts)
         return answer, {answer.carries: tree.to_bytes(value)}
 
-    def _alone(self, question: Question, parts: Parts) -> tuple[Answer, Tree]:
+    def _computed(self, question: Question, parts: Parts) -> tuple[Answer, Tree]:
         match question:
             case SurveyQuestion():
                 return self._survey(question)
@@ -128,7 +138,7 @@ class Site:
             sites=self.options.sites,
             agreement=self.options.data.model_dump(mode="json"),
             examples=None if hidden else len(self.train),
-            tests=None if hidden else len(self._judged),
+            tests=None if hidden else len(self._evaluated),
             secure_aggregation=hidden,
             evaluates=self.options.evaluates,
             redgrape=redgrape.__version__,
@@ -144,56 +154,61 @@ class Site:
 
     def _train(self, question: TrainQuestion, broadcast: Tree) -> tuple[TrainAnswer, Tree]:
         half, run, round, start = self._half(question.experiment), question.run, question.round, question.state
-        state = None if start is None else self._states.load(run, start)
-        answer = half.run(self.index, broadcast, state, round)
+        answer = half.run(self.index, broadcast, self._state(question), round)
         new = tree.ordered(answer.state)
-        if new:
-            self._states.save(run, round, new, question.reach, start)
-        return TrainAnswer(site=self.index, round=round, has_state=bool(new)), tree.ordered(answer.update)
+        key = self._states.save(run, round, new, question.reach, start) if new else None
+        return TrainAnswer(site=self.index, round=round, state_key=key), tree.ordered(answer.update)
+
+    def _state(self, question: TrainQuestion) -> Tree | None:
+        """The state that the question names; StateMissing if this site does not have it."""
+        if question.state is None:
+            return None
+        return self._states.load(question.run, question.state, question.state_key)
 
     def _evaluate(self, question: EvaluateQuestion, model: Tree) -> tuple[Answer, Tree]:
         if not self.options.evaluates:
             raise ConfigError("models are evaluated at the server, and this site holds no test set")
-        if not len(self._judged):
+        if not len(self._evaluated):
             raise ConfigError(
-                f"this site tests no class of which it trains with {self.options.min_count} examples or more, and "
-                "evaluates no other (min_count in its site.toml)"
+                f"this site has no test example of a class with {self.options.min_count} training examples or more, "
+                "and evaluates on no other (min_count in its site.toml)"
             )
-        starts = evaluation.batch_starts(self._judged)
+        starts = sums.batch_starts(self._evaluated)
         scores = self._half(question.experiment).score(tree.flatten(model), "test", starts)
-        confusion = torch.stack([counts for counts, _ in scores]).sum(dim=0)
-        loss = torch.tensor(sum(loss for _, loss in scores), dtype=torch.float64)
-        return EvaluateAnswer(site=self.index), {"confusion": confusion, "loss": loss}
+        return EvaluateAnswer(site=self.index), evaluation.combine([scores]).shared()
 
     def _sum(self, question: SumQuestion, parts: Parts) -> tuple[SumAnswer, dict[str, bytes]]:
-        """One stage of a secure sum; the numbers that this site adds leave it masked."""
+        """One stage of a secure sum. The numbers that this site adds leave it masked."""
         from redgrape.deploy.protocol.secure_sum import Member
         from redgrape.exchange import fixed_point
 
         stage = Stage(question.stage, question.arrived, question.lost)
         if stage.name == "keys":
+            self._half(question.experiment)  # NotAllowed and StateMissing come before anybody computes
+            if isinstance(added := question.added(), TrainQuestion):
+                self._state(added)
             self._sums = question.sum, Member(self.index)
         if self._sums is None or self._sums[0] != question.sum:
-            raise ConfigError("this site takes part in another secure sum, or was started anew since this one began")
+            raise ConfigError("this site takes part in another secure sum, or was restarted since this one began")
         answer, numbers = SumAnswer(site=self.index), None
         if stage.name == "masked":
-            has_state, summand = self._summand(question, parts)
+            state_key, summand = self._summand(question, parts)
             layout, numbers = fixed_point.encode(summand, self.options.sites)
-            answer = SumAnswer(site=self.index, layout=layout, has_state=has_state)
+            answer = SumAnswer(site=self.index, layout=layout, state_key=state_key)
         return answer, self._sums[1].answer(stage, parts, numbers)
 
-    def _summand(self, question: SumQuestion, parts: Parts) -> tuple[bool, Tree]:
-        """What this site adds, and whether its client has a state after it."""
+    def _summand(self, question: SumQuestion, parts: Parts) -> tuple[int | None, Tree]:
+        """What this site adds, and the key of its client's new state."""
         added = question.added()
-        answer, value = self._alone(added, parts)
+        answer, value = self._computed(added, parts)
         if not isinstance(answer, TrainAnswer):
-            return False, value
+            return None, value
         broadcast = _tree(parts, added.carries)
         summand = self._half(question.experiment).summand(self.index, broadcast, value, question.round)
-        return answer.has_state, summand
+        return answer.state_key, summand
 
     def _half(self, text: str) -> ClientHalf:
-        """The client half of the method that the server's experiment names."""
+        """The client half of the method of the server's experiment."""
         experiment = _parse(text)
         key = experiment.hash()
         if self._prepared is None or self._prepared[0] != key:
@@ -201,27 +216,28 @@ class Site:
         return self._prepared[1]
 
     def _client_half(self, experiment: Experiment) -> ClientHalf:
-        method, options = experiment.method.create(), self.options
+        options = self.options
         if reason := admission.why_refused(experiment, options):
-            raise ConfigError(f"this site does not take part in the server's experiment: {reason}")
+            raise NotAllowed(f"this site's policy (site.toml) does not allow the experiment: {reason}")
         augment = augmentation(experiment.data, 1 + len(options.data.shape))
         train = replace(self.train, augment=augment)
         federation = PartialFederation(
-            options.data, options.sites, own=(self.index, train), test=self._judged if options.evaluates else None
+            options.data, options.sites, own=(self.index, train), test=self._evaluated if options.evaluates else None
         )
         build = partial(nets.build, experiment.net.name, options.data.shape, federation.num_classes, experiment.seed)
         exchange = experiment.exchange
+        method = experiment.method.create()
         return ClientHalf(method, federation, build, experiment.seed, experiment.rounds, _CPU, exchange=exchange)
 
 
 def _for_the_server(error: Exception) -> str:
-    """What the server is told of a failure. What is wrong with its question it is told in words; of other failures,
-    whose words may name paths or what is in files, only the kind: the rest is for the site's log."""
+    """The words about a failure that leave the site. If the server's question is wrong, it gets the whole message. Of
+    other failures it gets only the kind: their messages may name paths or the content of files. The log has them."""
     words = " ".join(str(error).split())
     if isinstance(error, ConfigError | NotUnderstood) or (isinstance(error, RedgrapeError) and os.sep not in words):
         return words
     print("".join(traceback.format_exception(error)), file=sys.stderr, flush=True)
-    return f"{type(error).__name__} at this site, whose log tells more"
+    return f"{type(error).__name__} at this site; its log has the details"
 
 
 def _parse(text: str) -> Experiment:
@@ -247,8 +263,8 @@ def _tree(parts: Parts, name: str) -> Tree:
 
 @contextmanager
 def _within(seconds: float) -> Iterator[None]:
-    """Give up after so many seconds: the server has gone on without this answer, and the next question waits. Only the
-    main thread can be told, and only where there are signals."""
+    """Give up after this many seconds: the server has gone on without this answer, and the next question waits. This
+    works only in the main thread, and only if the system has signals."""
 
     def late(*_: object) -> None:
         raise RedgrapeError(f"it was not finished within {seconds:g} seconds")

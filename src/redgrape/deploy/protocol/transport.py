@@ -1,5 +1,5 @@
-"""Questions to nodes through Flower's grid, and their replies. Every question has a deadline; nobody looks at an answer
-that comes after it."""
+"""Sends questions to nodes through Flower's grid and receives their replies. Every question has a deadline. A later
+answer is ignored."""
 
 from __future__ import annotations
 
@@ -17,16 +17,19 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-POLL = 0.1  # seconds between two looks for answers
-LINK = 120.0  # seconds for the SuperLink to take a call, which Flower would repeat for ever
+POLL = 0.1  # seconds between two polls for answers
+LINK = 120.0  # seconds for the SuperLink to answer a call, which Flower would repeat for ever
 _KINDS = {"train": "train", "evaluate": "evaluate"}  # Flower's types of messages; all others are queries
 
 
 class NoAnswer(NamedTuple):
-    """What a node did instead. `again`: it may only have been busy, and can be asked again."""
+    """Why a node gave no answer. `again`: it may only have been busy, and can be asked again. `refused`: its policy
+    does not allow the question. `no_state`: it does not have the state that the question names."""
 
     reason: str
     again: bool
+    refused: bool = False
+    no_state: bool = False
 
 
 class Transport:
@@ -34,11 +37,11 @@ class Transport:
         self._grid = grid
 
     def nodes(self) -> dict[int, Any]:
-        """Flower's descriptions of the nodes that are connected, by their ids."""
+        """Flower's descriptions of the connected nodes, by their ids."""
         return {node.node_id: node for node in self._call(self._grid.get_nodes)}
 
     def ask(self, letters: Mapping[int, Letter], kind: type[A]) -> Iterator[tuple[int, Reply[A] | NoAnswer]]:
-        """The replies of nodes to these questions as they come, and for each that gives none why."""
+        """The replies of nodes to these questions as they arrive; for a node that gives none, the reason."""
         for node, message in self._exchange(letters):
             if message is None:
                 yield node, NoAnswer(f"gave no answer within {letters[node][0].deadline:g} seconds", again=True)
@@ -46,8 +49,8 @@ class Transport:
                 yield node, _read(message, kind)
 
     def _exchange(self, letters: Mapping[int, Letter]) -> Iterator[tuple[int, Message | None]]:
-        """The answers of nodes as they come, and None for each that has given none when the time is over. Nobody asks
-        for the others any more, so that a late answer reaches no later round."""
+        """The answers of nodes as they arrive, and None for each node that gave none in time. Late answers are never
+        fetched, so none reaches a later round."""
         from flwr.app import Message
 
         sent = [
@@ -79,18 +82,18 @@ class Transport:
             yield node, None
 
     def _call(self, call: Callable[..., Iterable[T]], *words: Any, seconds: float = 0.0) -> list[T]:
-        """What a call of the SuperLink gives, which may take so long and a little more."""
+        """The result of a call to the SuperLink, which may take this many seconds and a little more."""
         limit = max(seconds, 0.0) + LINK
         return within(
             limit,
             lambda: list(call(*words)),
             f"the SuperLink has not answered for {limit:g} seconds; see server/superlink.log, start the server again, "
-            "and give the same command: the run goes on from its checkpoint",
+            "and repeat the command: the run continues from its checkpoint",
         )
 
 
 def _read(message: Message, kind: type[A]) -> Reply[A] | NoAnswer:
-    if message.has_error():  # Flower's words, not the node's
+    if message.has_error():  # from Flower, not from the node
         return NoAnswer(f"failed: {_short(message.error.reason, 300)} (code {message.error.code})", again=True)
     try:
         header, parts = wire.unpack(message.content)
@@ -98,7 +101,8 @@ def _read(message: Message, kind: type[A]) -> Reply[A] | NoAnswer:
     except wire.NotUnderstood as error:
         return NoAnswer(f"gave an answer that cannot be read: {error}", again=False)
     if isinstance(answer, Failure):
-        return NoAnswer(f"answers: {_short(answer.error, 500)}", again=False)
+        verb = "refuses" if answer.refused else "answers"
+        return NoAnswer(f"{verb}: {_short(answer.error, 500)}", False, answer.refused, answer.no_state)
     return Reply(answer, parts)
 
 

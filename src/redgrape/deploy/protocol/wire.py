@@ -1,7 +1,6 @@
-"""What crosses between server and site: a small header, and groups of named tensors as safetensors bytes.
+"""The format of messages between server and site: a small header, and groups of named tensors as safetensors bytes.
 
-The tensors travel as bytes, so that what passes them on need not load torch, and every one of them by its name. Nothing
-here trusts what it reads.
+Tensors travel as bytes, so processes that pass them on need not load torch. Nothing that is read here is trusted.
 """
 
 from __future__ import annotations
@@ -17,17 +16,18 @@ if TYPE_CHECKING:
 Header: TypeAlias = dict[str, Any]
 Parts: TypeAlias = Mapping[str, bytes]
 
-PROTOCOL = 1  # of the questions and answers; both sides must speak the same
+PROTOCOL = 2  # of the questions and answers; both sides must speak the same
 LARGEST_HEADER = 1 << 20  # bytes
 LARGEST_LETTER = 1 << 34
+REFUSED = "REFUSED: "  # begins a line of a site's log if its policy does not allow a question
 
 
 class NotUnderstood(Exception):
-    """What came over the wire is no letter of ours; the message says why."""
+    """What came over the wire is not a valid letter; the message says why."""
 
 
 def pack(header: Mapping[str, Any], parts: Parts) -> RecordDict:
-    """A letter as Flower carries it."""
+    """A letter in Flower's format."""
     from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
 
     arrays = {name: Array("uint8", (len(data),), "safetensors", data) for name, data in parts.items()}
@@ -39,21 +39,21 @@ def unpack(content: RecordDict) -> tuple[Header, dict[str, bytes]]:
         header = _header(str(content.config_records["header"]["json"]))
         return header, {str(name): bytes(array.data) for name, array in content.array_records["parts"].items()}
     except (KeyError, TypeError, AttributeError) as error:
-        raise NotUnderstood(f"it is no letter of redgrape's ({type(error).__name__}: {error})") from error
+        raise NotUnderstood(f"it is not a letter of redgrape ({type(error).__name__}: {error})") from error
 
 
 def _header(text: str | bytes) -> Header:
     try:
         header = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise NotUnderstood(f"its header is no JSON ({type(error).__name__})") from error
+        raise NotUnderstood(f"its header is not JSON ({type(error).__name__})") from error
     if not isinstance(header, dict):
-        raise NotUnderstood("its header is no table")
+        raise NotUnderstood("its header is not a table")
     return header
 
 
 def send(connection: socket.socket, header: Mapping[str, Any], parts: Parts) -> None:
-    """A letter between two processes of one site."""
+    """Send a letter between two processes of one site."""
     head = json.dumps({"header": header, "parts": {name: len(data) for name, data in parts.items()}}).encode()
     connection.sendall(len(head).to_bytes(8, "big") + head)
     for data in parts.values():

@@ -9,6 +9,7 @@ from typing import Any
 
 import tomli_w
 
+from redgrape.data.federation import MANY
 from redgrape.data.prepare import AT_SITES
 from redgrape.deploy.setup import certificates
 from redgrape.deploy.setup.certificates import Certificate, PrivateKey
@@ -21,6 +22,7 @@ from redgrape.deploy.setup.folder import (
     write_private,
 )
 from redgrape.errors import ConfigError
+from redgrape.learning.sums import DENSE
 from redgrape.runs import durable
 from redgrape.runs.experiment import Experiment
 
@@ -88,8 +90,11 @@ What leaves your site:
 
 {leaves}
 
-These limits are in `site.toml` and are enforced here, whatever the server asks for. The server chooses the method and
-its settings. It also sends the Flower app, which is code: only the app with the SHA-256 `app` in `site.toml` runs here.
+What your site takes part in is its policy, in `site.toml` (`secure_aggregation`, `class_rows`, `min_count`,
+`min_clients`). It is enforced here, whatever the server asks for. Your site refuses what the policy does not allow, and
+tells you why. To change the policy, edit `site.toml` and start the site again. Within it the server chooses the method
+and its settings. It also sends the Flower app, which is code: only the app with the SHA-256 `app` in `site.toml` runs
+here.
 
 `key` is your site's key: keep it secret, readable only by you. `states/` holds what your site must remember between
 rounds: keep it during a run.
@@ -97,11 +102,10 @@ rounds: keep it during a run.
 
 _LEAVES = """\
 - in each round your update of the model (with some methods also a second one of its size, such as that of
-  SCAFFOLD's control variates), the number of your examples and your mean training loss; such an update often tells
-  which classes you hold, and nearly the features of an example that is the only one of its class;
-- with RedGrape and CReFF a mean gradient for each class of which you hold at least {min_count} examples, and so which
-  these classes are; with some settings also how many examples of them you hold;
-- where a method asks for it before the first round, how many examples of each class you hold: {counts};
+  SCAFFOLD's control variates), the number of your examples and your mean training loss; such an update often
+  discloses which classes you hold, and nearly the features of an example that is the only one of its class;
+- {rows};
+- if a method asks for it before the first round, how many examples of each class you hold, or which: {counts};
 - {evaluation};
 - who you are: the name of your site, the versions of redgrape, torch and numpy, and the kind of processor;
 - that something failed, and what kind of failure it was; what it was exactly is in `resident.log`, which stays here."""
@@ -110,14 +114,18 @@ _MASKED = """
 
 All but the last two is masked, so that the server can read only the sum over all sites (secure aggregation)."""
 
+_ROWS = """\
+with RedGrape and CReFF a mean gradient for each class of which you hold at least {min_count} examples, and so which
+  these classes are; with some settings also how many examples of them you hold"""
+
 
 def create(path: Path, options: DeployOptions) -> None:
     """Make the folder, which must not exist yet or be empty. It appears complete or not at all."""
-    if len(options.sites) < options.min_clients:
+    if options.class_rows and len(options.sites) < options.min_clients:
         raise ConfigError(
-            f"there are {len(options.sites)} sites, and a class is released only where {options.min_clients} of them "
-            f"report it: none ever would be; name at least {options.min_clients} sites, or lower --min-clients (of "
-            "what two sites make together, each can take its own part off)"
+            f"there are {len(options.sites)} sites, and a class is released only if {options.min_clients} of them "
+            f"report it: none would be; name at least {options.min_clients} sites, or lower --min-clients (with two "
+            "sites, each can subtract its own part)"
         )
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise ConfigError(f"'{path}' exists already and is not an empty folder; name another")
@@ -135,20 +143,25 @@ def create(path: Path, options: DeployOptions) -> None:
 
 
 def default_experiment(options: DeployOptions) -> dict[str, Any]:
-    """RedGrape with floors. Without a secure sum, a gradient of fewer examples than classes can be solved for all of
-    them. A round with a single site would disclose its model change to all."""
+    """Vine in secure sums. Without them FedAvg, which asks no site for its classes. A round with a single site would
+    disclose its model change to all."""
     net = "cnn" if len(options.data.shape) == 3 and min(options.data.shape[1:]) >= 16 else "mlp"
-    solvable = 1 if options.secure_aggregation or options.min_count == 1 else len(options.data.classes)
-    floors = {"min_count": max(options.min_count, solvable), "min_clients": options.min_clients}
-    exchange = {"preset": "private", **floors}
     fewest = min(len(options.sites), 3 if len(options.sites) >= 5 else 2)
-    return {
+    experiment = {
         "rounds": 20,
         "min_answers": fewest,
         "net": {"name": net},
-        "exchange": exchange,
-        "method": {"name": "redgrape"},
+        "method": {"name": "vine" if options.secure_aggregation else "fedavg"},
     }
+    return experiment | ({"exchange": _floors(options)} if options.class_rows else {})
+
+
+def _floors(options: DeployOptions) -> dict[str, Any]:
+    """Floors for class rows. Without a secure sum, a gradient of fewer examples than classes can be solved for all of
+    them."""
+    solvable = 1 if options.secure_aggregation or options.min_count == 1 else len(options.data.classes)
+    floors = {"min_count": max(options.min_count, solvable), "min_clients": options.min_clients}
+    return {"preset": "private", **floors}
 
 
 def deployed(experiment: Experiment, options: DeployOptions) -> Experiment:
@@ -238,9 +251,10 @@ def _fill_site(path: Path, name: str, index: int, options: DeployOptions, author
         plain=options.plain,
         app=app,
         evaluates=options.test is None,
+        secure_aggregation=options.secure_aggregation,
+        class_rows=options.class_rows,
         min_count=options.min_count,
         min_clients=options.min_clients,
-        secure_aggregation=options.secure_aggregation,
         data=options.data,
     )
     _write(path / "site.toml", site.to_toml())
@@ -269,15 +283,20 @@ def _fill_site(path: Path, name: str, index: int, options: DeployOptions, author
 
 def _leaves(site: SiteOptions) -> str:
     """What leaves a site, for its engineer."""
-    all_told = site.secure_aggregation or site.min_count == 1
-    counts = "your site answers" if all_told else f"your site refuses, because its min_count is {site.min_count}"
-    floor = "" if all_told else f", for the classes of which you train with at least {site.min_count} examples"
+    unrestricted = site.secure_aggregation or site.min_count == 1
+    counts = "your site answers" if unrestricted else f"your site refuses, because its min_count is {site.min_count}"
+    floor = "" if unrestricted else f", for the classes of which you train with at least {site.min_count} examples"
+    classes = len(site.data.classes)
+    pairs = "which class of your test set was taken for which"
+    counted = pairs if classes <= DENSE else "each class of your test set was tested, recognised and predicted"
+    near = ", how often it was among the five most probable" if classes >= MANY else ""
     evaluation = (
-        f"in an evaluation how often which class of your test set was taken for which, and the loss{floor}"
+        f"in an evaluation how often {counted}{near}, and the loss{floor}"
         if site.evaluates
         else "nothing of a test set: models are evaluated at the server"
     )
-    words = _LEAVES.format(min_count=site.min_count, counts=counts, evaluation=evaluation)
+    rows = _ROWS.format(min_count=site.min_count) if site.class_rows else "no row of a class: your site refuses"
+    words = _LEAVES.format(rows=rows, counts=counts, evaluation=evaluation)
     return words + _MASKED if site.secure_aggregation else words
 
 

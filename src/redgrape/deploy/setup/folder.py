@@ -28,6 +28,7 @@ from redgrape.validation import one_line, short
 
 _STRICT = ConfigDict(frozen=True, strict=True, extra="forbid")
 FEWEST_IN_SUM = 3  # sites in a secure sum
+WHY_THREE = "with two, each learns from the sum what the other sent"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,39}")
 _LABEL = re.compile(r"[A-Za-z0-9]([A-Za-z0-9-]{0,61}[A-Za-z0-9])?")
 _Folder = TypeVar("_Folder", bound="_Described")
@@ -72,12 +73,13 @@ class DataAgreement(BaseModel):
 
     model_config = _STRICT
 
-    classes: Names = Field(description="the names of all classes, in the order of their numbers", min_length=2)
+    classes: Names = Field(description="the names of all classes, in order", min_length=2)
     shape: Annotated[tuple[Annotated[int, Field(ge=1)], ...], BeforeValidator(_tuple)] = Field(
-        description="of one input: channels, height and width of an image, or the length of a vector", min_length=1
+        description="the shape of an input: channels, height and width of an image, or the length of a vector",
+        min_length=1,
     )
     input: Literal["uint8", "float"] = Field("uint8", description="uint8 pixels, or numbers")
-    image_size: int | None = Field(None, ge=1, description="resize the images of folders to so many pixels square")
+    image_size: int | None = Field(None, ge=1, description="resize the images of folders to this many pixels square")
 
 
 class Deadlines(BaseModel):
@@ -85,9 +87,11 @@ class Deadlines(BaseModel):
 
     model_config = _STRICT
 
-    join: float = Field(300.0, gt=0, allow_inf_nan=False, description="for the sites of a round to be connected")
-    round: float = Field(3600.0, gt=0, allow_inf_nan=False, description="for a site's update")
-    evaluate: float = Field(600.0, gt=0, allow_inf_nan=False, description="for a site's evaluation, or a question")
+    join: float = Field(300.0, gt=0, allow_inf_nan=False, description="seconds for the sites of a round to connect")
+    round: float = Field(3600.0, gt=0, allow_inf_nan=False, description="seconds for a site's update")
+    evaluate: float = Field(
+        600.0, gt=0, allow_inf_nan=False, description="seconds for a site's evaluation, or another answer"
+    )
 
 
 class _Described(BaseModel):
@@ -107,25 +111,38 @@ class _Described(BaseModel):
             raise ConfigError(f"'{path}': {one_line(error, cls)}") from error
 
     def to_toml(self) -> str:
-        return tomli_w.dumps(self.model_dump(mode="json", exclude_none=True))
+        """Every key under its description, for a person who reads the file."""
+        model: type[BaseModel] = type(self)
+        lines: list[str] = []
+        for line in tomli_w.dumps(self.model_dump(mode="json", exclude_none=True)).splitlines():
+            if table := re.fullmatch(r"\[(\w+)\]", line):
+                annotation = type(self).model_fields[table[1]].annotation
+                assert isinstance(annotation, type) and issubclass(annotation, BaseModel)
+                model = annotation
+            elif (key := line.partition(" = ")[0]) in model.model_fields:
+                words = model.model_fields[key].description
+                lines += [f"# {words}"] if words else []
+            lines.append(line)
+        return "\n".join(lines) + "\n"
 
 
 class DeployOptions(_Described):
     """deploy.toml: the server's description of a deployment."""
 
     sites: Annotated[tuple[SiteName, ...], BeforeValidator(_tuple), AfterValidator(_each_once)] = Field(
-        description="the sites in the order of their numbers", min_length=1
+        description="the names of the sites, in order", min_length=1
     )
     host: Host = Field(description="the name or address by which the sites reach the server")
-    port: int = Field(8443, ge=1, le=65535)
+    port: int = Field(8443, ge=1, le=65535, description="the port of the server")
     bind: Host = Field(description="the address of this machine that the server listens on")
     plain: bool = Field(False, description="no TLS and no keys; on this machine only")
     test: str | None = Field(None, description="the server's test set: a folder of images or an .npz file")
     auxiliary: str | None = Field(None, description="the server's small balanced set, for methods that need one")
     tail: Names = Field((), description="classes that count as the tail in reports; the others are the head")
-    min_count: int = Field(8, ge=1, description="sites refuse to report a class of which they hold fewer examples")
-    min_clients: int = Field(3, ge=1, description="sites refuse that a class is released which fewer sites report")
-    secure_aggregation: bool = Field(False, description="the server sees sums over the sites and no site's update")
+    secure_aggregation: bool = Field(False, description="the server sees only sums over the sites, no single update")
+    class_rows: bool = Field(False, description="run methods that send a row for each class; each site must allow it")
+    min_count: int = Field(8, ge=1, description="sites send no row of a class with fewer examples than this")
+    min_clients: int = Field(3, ge=1, description="no row of a class is released if fewer sites send one")
     data: DataAgreement
     deadlines: Deadlines = Field(default_factory=Deadlines)
 
@@ -138,8 +155,7 @@ class DeployOptions(_Described):
             )
         if self.secure_aggregation and len(self.sites) < FEWEST_IN_SUM:
             raise ValueError(
-                f"secure_aggregation needs at least {FEWEST_IN_SUM} sites, and there are {len(self.sites)}: of two, "
-                "each would learn from the sum what the other has sent"
+                f"secure_aggregation needs at least {FEWEST_IN_SUM} sites, and there are {len(self.sites)}: {WHY_THREE}"
             )
         if unknown := set(self.tail) - set(self.data.classes):
             raise ValueError(f"tail names '{min(unknown)}', which is none of the classes")
@@ -151,18 +167,24 @@ class DeployOptions(_Described):
 
 
 class SiteOptions(_Described):
-    """site.toml: what one site knows about the deployment."""
+    """site.toml: what one site knows about the deployment, and its policy, that is, what it takes part in. The site
+    reads it when it starts. Nothing that the server sends changes it."""
 
-    name: SiteName
-    index: int = Field(ge=0)
-    sites: int = Field(ge=1, description="how many there are")
-    server: str = Field(min_length=3, description="host:port")
-    plain: bool = False
+    name: SiteName = Field(description="the name of this site")
+    index: int = Field(ge=0, description="its number, from 0")
+    sites: int = Field(ge=1, description="the number of sites")
+    server: str = Field(min_length=3, description="host:port of the server")
+    plain: bool = Field(False, description="no TLS and no keys; on this machine only")
     app: str = Field(pattern="^[0-9a-f]{64}$", description="the SHA-256 of the Flower app; no other is run here")
-    evaluates: bool = Field(description="whether models are evaluated at the sites, each of which holds out a test set")
-    min_count: int = Field(8, ge=1, description="refuse to report a class of which there are fewer examples here")
-    min_clients: int = Field(3, ge=1, description="refuse that a class is released which fewer sites report")
-    secure_aggregation: bool = Field(False, description="answer in secure sums alone, never with an update as it is")
+    evaluates: bool = Field(description="whether models are evaluated at the sites; each then holds out a test set")
+    secure_aggregation: bool = Field(
+        False, description="policy: answer only in secure sums, in which the server sees no update of this site alone"
+    )
+    class_rows: bool = Field(
+        False, description="policy: send a row for each class, such as RedGrape's prototypes, if a method asks for it"
+    )
+    min_count: int = Field(8, ge=1, description="policy: send no row of a class with fewer examples than this")
+    min_clients: int = Field(3, ge=1, description="policy: no row of a class may be released if fewer sites send one")
     data: DataAgreement
 
     @model_validator(mode="after")
@@ -174,6 +196,12 @@ class SiteOptions(_Described):
         if self.index >= self.sites:
             raise ValueError(f"index is {self.index}, and there are {self.sites} sites")
         return self
+
+
+def policy_in_words(options: SiteOptions) -> str:
+    """A site's policy in one line, for its engineer."""
+    sums = "answers only in secure sums" if options.secure_aggregation else "sends its own update, without secure sums"
+    return f"{sums}; {'sends class rows' if options.class_rows else 'sends no class rows'}"
 
 
 def is_loopback(host: str) -> bool:

@@ -32,7 +32,7 @@ from redgrape.reading.gap import notes as gap_notes
 from redgrape.reading.page.reading import Reading
 from redgrape.reading.run_tables import EXTRA_DATA, Result, cell, other_data, run_label
 from redgrape.reading.terminal import printable
-from redgrape.runs.figures import FIGURES
+from redgrape.runs.figures import FIGURES, unpacked
 
 LAST = 10  # the result of an unfinished run is the mean of up to this many evaluations so far
 GROUPS = ("head", "middle", "tail")
@@ -80,6 +80,7 @@ def number(value: Any) -> float | int | None:
 
 
 def _numbers(values: Any, length: int) -> list[float | int | None] | None:
+    values = unpacked(values, length)
     if not isinstance(values, list) or len(values) != length:
         return None
     return [number(value) for value in values]
@@ -93,8 +94,9 @@ def _split(reading: Reading) -> dict[str, Any] | None:
     names = [text(name) for name in environment["class_names"]]
     known = environment["class_counts"] is not None  # else only the sites of a deployment know them
     counts = [int(n) for n in environment["class_counts"]] if known else [0] * len(names)
-    clients = [[int(n) for n in row] for row in environment["client_counts"]] if known else []
-    client_names = [text(name) for name in environment.get("client_names", range(len(clients)))] if known else []
+    held = environment["client_counts"]  # None: unknown, or too many to record
+    clients = [[int(n) for n in row] for row in held] if known and held is not None else []
+    client_names = [text(name) for name in environment.get("client_names", range(len(clients)))] if clients else []
     groups = {group: [int(c) for c in environment["groups"][group]] for group in GROUPS}
     group_of = {c: group for group, classes in groups.items() for c in classes}
     if len(names) != len(counts) or any(len(row) != len(counts) for row in clients):
@@ -198,13 +200,13 @@ def _per_client(total: Any, clients: int) -> int | None:
 
 def _releases(record: Mapping[str, Any], C: int) -> bool:
     """Whether the record lists the classes released in its round."""
-    released = record.get("class_released")
+    released = unpacked(record.get("class_released"), C)
     return C > 0 and isinstance(released, list) and len(released) == C
 
 
 def _older(ages: Sequence[int | None], record: Mapping[str, Any]) -> list[int | None]:
     """Rounds since each class was last released. Null before its first release."""
-    pairs = zip(ages, record["class_released"], strict=True)
+    pairs = zip(ages, unpacked(record["class_released"]), strict=True)
     return [0 if released else None if age is None else age + 1 for age, released in pairs]
 
 
@@ -224,7 +226,7 @@ def _settings(readings: Mapping[str, Reading], runs: Mapping[str, Any]) -> list[
     firsts = [readings[keys[0]].view.experiment for keys in groups]
     why = [other.get(readings[keys[0]].view.path, "") for keys in groups]
     titles = [_title(e) + (", other data" if reason else "") for e, reason in zip(firsts, why, strict=True)]
-    titles = _told_apart(titles, [{**e, "method": {}, "seed": 0} for e in firsts])
+    titles = _distinct(titles, [{**e, "method": {}, "seed": 0} for e in firsts])
     methods = [_methods(keys, readings, runs) for keys in groups]
     return [
         {
@@ -243,8 +245,8 @@ def _notes(reading: Reading, tested: Sequence[Any] | None) -> list[str]:
     environment = reading.view.environment or {}
     names = [text(name) for name in environment.get("class_names", [])]
     over = judged.over_classes(tested)
-    told = judged.notes(names, tested, environment.get("class_counts"))
-    return [*([f"class-balanced is over {over}"] if over else []), *told]
+    notes = judged.notes(names, tested, environment.get("class_counts"))
+    return [*([f"class-balanced is over {over}"] if over else []), *notes]
 
 
 def _shared(experiment: Mapping[str, Any]) -> dict[str, Any]:
@@ -269,7 +271,7 @@ def _methods(keys: Sequence[str], readings: Mapping[str, Reading], runs: Mapping
     groups = list(together.values())
     experiments = [readings[members[0]].view.experiment for members in groups]
     titles = [text(run_label(e["method"]) + baseline(e)) for e in experiments]
-    labels = _told_apart(titles, [e["method"] for e in experiments])
+    labels = _distinct(titles, [e["method"] for e in experiments])
     methods = []
     for label, members, experiment in zip(labels, groups, experiments, strict=True):
         file = f"{re.sub(r'[^A-Za-z0-9_.=-]+', '-', label).strip('-.') or 'experiment'}.toml"
@@ -302,15 +304,15 @@ def _gap(methods: Sequence[Mapping[str, Any]], readings: Mapping[str, Reading]) 
     return [text(note) for note in gap_notes(finished)]
 
 
-def _told_apart(titles: Sequence[str], values: Sequence[Mapping[str, Any]]) -> list[str]:
+def _distinct(titles: Sequence[str], values: Sequence[Mapping[str, Any]]) -> list[str]:
     """The titles. Equal titles also get the values in which they differ from most of the others."""
     flat = [dict(_flat(value)) for value in values]
-    told = []
+    distinct = []
     for i, title in enumerate(titles):
         alike = [flat[j] for j, other in enumerate(titles) if other == title]
         named = [f"{text(key)}={text(value)}" for key, value in flat[i].items() if not _usual(key, value, alike)]
-        told.append(" ".join([title, *named]))
-    return told
+        distinct.append(" ".join([title, *named]))
+    return distinct
 
 
 def _usual(key: str, value: Any, alike: Sequence[Mapping[str, Any]]) -> bool:

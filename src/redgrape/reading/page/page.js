@@ -1,7 +1,9 @@
 "use strict";
 // Draws the page from its data (see figures.py for what is in it). All text goes in as text, never as markup.
 
-const FIGURES = { accuracy: "Overall", balanced: "Class-balanced", head: "Head", middle: "Middle", tail: "Tail" };
+const FIGURES = {
+  accuracy: "Overall", balanced: "Class-balanced", macro_f1: "Macro F1", head: "Head", middle: "Middle", tail: "Tail",
+};
 const GROUPS = { head: "Head: the frequent classes", middle: "Middle", tail: "Tail: the rare classes" };
 const COLOURS = 7; // beside the first, which is RedGrape's own
 const MARKERS = [ // each within a box of 8 by 8 about the point
@@ -41,6 +43,8 @@ const READ = {
     accuracy, here and over the rounds.`,
 };
 const NOT_YET = "No round has been evaluated yet.";
+const DRAWN = 300; // more classes make no readable matrix
+const TOO_MANY = "There are too many clients and classes to draw.";
 const AT_THE_END = "This is written when a run ends; `redgrape resume RUN` adds it to one of before redgrape wrote it.";
 
 const page = document.getElementById("page");
@@ -525,6 +529,7 @@ function holdingCard() {
   if (!data.splits[name].known) return card(title, READ.holding, missing("Only the sites know: the data is theirs."));
   const { order, class_names: names, class_counts: totals, client_names: clients, client_counts: counts } =
     data.splits[name];
+  if (!counts.length) return card(title, READ.holding, missing(TOO_MANY));
   const most = Math.log(largest(counts.flat()) + 1);
   const map = heatMap({
     label: "Training examples of each client and class",
@@ -541,7 +546,9 @@ function holdingCard() {
 function confusionCard() {
   const title = "What is taken for what";
   const having = setting().methods.filter((method) => splitOf(method) && runsOf(method).some((run) => run.confusion));
-  if (!having.length) return card(title, READ.confusion, missing(AT_THE_END));
+  if (!having.length) {
+    return card(title, READ.confusion, missing((anySplit()?.order.length ?? 0) > DRAWN ? TOO_MANY : AT_THE_END));
+  }
   const method = having.find((m) => m.label === chosen.matrix) || having.find((m) => look(m) === 0) || having[0];
   const { order, class_names } = splitOf(method), names = order.map((c) => class_names[c]);
   const matrices = known(runsOf(method).map((run) => run.confusion));

@@ -50,7 +50,8 @@ def modelled(experiment: Experiment, workers: int) -> float | None:
         if data.imbalance == "exponential":
             examples = sum(longtail.exponential([max(counts)] * len(counts), data.ir, data.head_cap))
         elif data.imbalance == "binary":
-            examples = sum(longtail.binary(counts, data.ir, data.tail_classes, data.head_cap))
+            tail = [c for c in data.tail_classes if isinstance(c, int)]  # names are known with the data alone
+            examples = sum(longtail.binary(counts, data.ir, tail, data.head_cap))
         else:
             examples = sum(longtail.natural(counts, data.head_cap))
     except RedgrapeError:

@@ -61,7 +61,7 @@ def _place(table: Table, standing: Standing) -> tuple[str, tuple[str, ...]]:
 def _band(standings: list[Standing], measure: str, on: str) -> tuple[list[int], list[float], list[float], list[float]]:
     """The rounds that all seeds evaluated, with the worst, mean and best seed in percent."""
     curves = [
-        {r["round"]: 100 * r[on][measure] for r in s.view.metrics if on in r and r[on][measure] is not None}
+        {r["round"]: 100 * r[on][measure] for r in s.view.metrics if on in r and r[on].get(measure) is not None}
         for s in standings
         if s.view is not None
     ]

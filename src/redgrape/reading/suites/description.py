@@ -149,8 +149,8 @@ class Suite:
         try:
             return Experiment.parse({**values, "seed": seed})
         except ConfigError as error:
-            told = ", ".join(label_text(axis, value) for axis, value in labels.items())
-            raise ConfigError(f"{self.name}: {told}: {error}") from error
+            named = ", ".join(label_text(axis, value) for axis, value in labels.items())
+            raise ConfigError(f"{self.name}: {named}: {error}") from error
 
     def row(self, labels: Mapping[str, Label]) -> str:
         return ", ".join(text(labels[axis]) for axis in self.rows)

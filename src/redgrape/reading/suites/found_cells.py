@@ -37,7 +37,7 @@ class Standing:
     view: RunView | None = None  # the finished or unfinished run
     is_record: bool = False
     obstacle: str = ""  # why it cannot be run or was not run
-    passed_over: str = ""  # a record that is not used, and why
+    not_taken: str = ""  # a record that is not used, and why
 
     @property
     def is_refused(self) -> bool:
@@ -90,7 +90,7 @@ class _Found:
         self._root, self._present = root, present
         self.best: dict[str, Standing] = {}
         self._refused: dict[str, str] = {}
-        self._passed_over: dict[str, str] = {}
+        self._not_taken: dict[str, str] = {}
 
     def look_into(self, folder: Path, *, is_record: bool) -> None:
         for path in find_runs(folder):
@@ -107,7 +107,7 @@ class _Found:
             if changes := self._changes(standing):
                 words = f"'{path}' does not fit: {', '.join(changes)}"
                 if is_record:
-                    self._passed_over[found] = words
+                    self._not_taken[found] = words
                 else:
                     self._refused[found] = f"{CHANGED}{words}; {REMEDY}"
                 continue
@@ -122,13 +122,13 @@ class _Found:
 
     def standing(self, cell: Cell) -> Standing:
         """The standing of this cell. Two cells of a suite may be the same experiment."""
-        found, passed_over = self.best.get(cell.identity), self._passed_over.get(cell.identity, "")
+        found, not_taken = self.best.get(cell.identity), self._not_taken.get(cell.identity, "")
         if found is not None and found.finished:
-            return Standing(cell, found.view, found.is_record, passed_over=passed_over)
+            return Standing(cell, found.view, found.is_record, not_taken=not_taken)
         obstacle = missing_data(cell.experiment, self._root)
         if found is None:
             obstacle = self._refused.get(cell.identity, obstacle)
-        return Standing(cell, found.view if found else None, obstacle=obstacle, passed_over=passed_over)
+        return Standing(cell, found.view if found else None, obstacle=obstacle, not_taken=not_taken)
 
 
 @contextmanager

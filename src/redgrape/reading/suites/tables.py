@@ -114,8 +114,8 @@ def build(
                     comparisons={reference: paired(ours, theirs) for reference, theirs in others.items()},
                 )
             )
-    told = [*notes, *_notes(standings, on)]
-    return Table(suite, scale, on, standings, entries, cuts, departures, told, command)
+    all_notes = [*notes, *_notes(standings, on)]
+    return Table(suite, scale, on, standings, entries, cuts, departures, all_notes, command)
 
 
 def _of_one_split(standings: Sequence[Standing]) -> list[Standing]:
@@ -138,7 +138,7 @@ def _by_seed(group: Sequence[Standing], measure: str, on: str) -> dict[int, floa
                 raise ConfigError(
                     f"'{standing.view.path}' was run without a validation set; hold one out with -c data.validation=10"
                 )
-            if means[measure] is not None:
+            if means.get(measure) is not None:
                 found[standing.cell.seed] = means[measure]
     return found
 
@@ -171,7 +171,7 @@ def _notes(standings: Sequence[Standing], on: str) -> list[str]:
                 f"moves figures; {FEWEST_SEEDS} or more can be compared"
             )
     notes += _machines(finished)
-    notes += [f"a record is not taken: {s.passed_over}" for s in standings if s.passed_over]
+    notes += [f"a record is not taken: {s.not_taken}" for s in standings if s.not_taken]
     missing: dict[str, list[str]] = {}
     for s in standings:
         if not s.finished:
@@ -187,9 +187,9 @@ def _machines(finished: Sequence[Standing]) -> list[str]:
     for name in DECIDING:
         made: dict[str, list[str]] = {}
         for s in finished:
-            told = (s.view.environment or {}).get(name) if s.view is not None else None
-            if told is not None:
-                made.setdefault(str(told), []).append(s.cell.name)
+            recorded = (s.view.environment or {}).get(name) if s.view is not None else None
+            if recorded is not None:
+                made.setdefault(str(recorded), []).append(s.cell.name)
         if len(made) > 1:
             *few, most = sorted(made, key=lambda value: len(made[value]))
             which = " · ".join(f"{value} ({'; '.join(made[value])})" for value in few)

@@ -1,0 +1,88 @@
+"""What an evaluation adds up, batch by batch. Nothing here is as large as C x C for a single batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from redgrape.data.examples import Examples, place
+from redgrape.nets.net import Net
+from redgrape.tree import Tensors, Tree
+
+DENSE = 300  # with more classes, a confusion matrix is sparse
+BATCH = 256  # fixed: a prediction's last bits may depend on its batch
+TOP = 5
+CALIBRATION_BINS = 15
+FARTHEST = 20.0  # log-odds beyond +-20 are in the outermost bins of a histogram
+
+
+def batch_starts(examples: Examples) -> range:
+    return range(0, len(examples), BATCH)
+
+
+@torch.inference_mode()
+def logits(net: Net, examples: Examples, start: int, device: torch.device) -> Tensor:
+    """The net's logits for the batch that starts at row `start`; the net is in evaluation mode."""
+    rows = torch.arange(start, min(start + BATCH, len(examples)))
+    z: Tensor = net(place(examples.inputs(rows, net.classifier.weight.dtype), device))
+    return z.cpu()
+
+
+def of_batches(net: Net, examples: Examples, starts: range, device: torch.device) -> Tensors:
+    """cells: for each example its true class times C, plus its predicted class. top: of each class, how many examples
+    have it among the five most probable. losses: the summed cross-entropy of each batch."""
+    return joined([of_batch(logits(net, examples, s, device), examples.labels[s : s + BATCH]) for s in starts])
+
+
+def of_batch(z: Tensor, y: Tensor) -> Tensors:
+    C = z.shape[1]
+    return {
+        "cells": y * C + z.argmax(dim=1),
+        "top": torch.bincount(y[rank(z, y) < TOP], minlength=C),
+        "losses": F.cross_entropy(z.double(), y, reduction="sum")[None],
+    }
+
+
+def joined(parts: Sequence[Tree]) -> Tensors:
+    """The sums of several parts, in their order. Losses are not added yet: the order of a sum decides its last bits."""
+    together = {name: torch.cat([part[name] for part in parts]) for name in ("cells", "losses")}
+    return together | {"top": torch.stack([part["top"] for part in parts]).sum(dim=0)}
+
+
+def rank(z: Tensor, y: Tensor) -> Tensor:
+    """How many classes are before the true one; of equal logits the class with the lower number is first."""
+    own = z.gather(1, y[:, None])
+    rank = (z > own).sum(dim=1)
+    tied = ((z == own).sum(dim=1) > 1).nonzero().flatten()  # rare: most batches need no third pass
+    before = torch.arange(z.shape[1]) < y[tied, None]
+    return rank.index_add_(0, tied, ((z[tied] == own[tied]) & before).sum(dim=1))
+
+
+def score_bins(C: int) -> int:
+    """Bins of a histogram of scores: about a million in all, at least 100 and at most 10,000 for a class."""
+    return min(max(10**6 // C, 100), 10_000)
+
+
+def of_scores(z: Tensor, y: Tensor) -> Tensors:
+    """What calibration and ranking add up for a batch of logits; every entry may be added over batches and sites.
+
+    brier     sum_i sum_c (p_ic - [c = y_i])^2
+    surplus   in each of 15 bins of max p, ((b-1)/15, b/15]: the sum of [right] - max p
+    positive  [C, bins]: histogram of the log-odds of p_c over the examples of class c, in bins of equal width
+    negative  the same over all other examples
+    """
+    z = z.double()
+    C, bins, p = z.shape[1], score_bins(z.shape[1]), z.softmax(dim=1)
+    highest, predicted = p.amax(dim=1), z.argmax(dim=1)
+    edges = torch.linspace(0, 1, CALIBRATION_BINS + 1, dtype=torch.float64)[1:-1]
+    surplus = torch.zeros(CALIBRATION_BINS, dtype=torch.float64)
+    surplus.index_add_(0, torch.bucketize(highest, edges), (predicted == y).double() - highest)
+    bin_of = ((torch.logit(p) / FARTHEST + 1) * (bins / 2)).clamp(0, bins - 1).long() + torch.arange(C) * bins
+    own = bin_of.gather(1, y[:, None]).flatten()
+    positive = torch.bincount(own, minlength=C * bins).reshape(C, bins)
+    every = torch.bincount(bin_of.flatten(), minlength=C * bins).reshape(C, bins)
+    brier = (p.square().sum(dim=1) - 2 * p.gather(1, y[:, None])[:, 0] + 1).sum()
+    return {"brier": brier, "surplus": surplus, "positive": positive, "negative": every - positive}

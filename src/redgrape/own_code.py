@@ -1,0 +1,104 @@
+"""A user's own code by name: `file.py:function`, or `module:function` of an installed module.
+
+The code is identified by the SHA-256 of its file. What that file imports is not part of it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+import re
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from redgrape.errors import ConfigError, DataError
+from redgrape.runs import durable
+
+FILE_PREFIX = "redgrape_own_file_"
+_NAME = re.compile(r"(?P<home>.+\.py|[A-Za-z_][A-Za-z0-9_.]*):(?P<function>[A-Za-z_][A-Za-z0-9_]*)", re.DOTALL)
+
+
+def is_own(name: str) -> bool:
+    """Whether this is the name of own code. Nothing is loaded."""
+    return _NAME.fullmatch(name) is not None
+
+
+def load(name: str, what: str) -> Callable[..., Any]:
+    """The function of this name. `what` it is for is told if there is none."""
+    home, function = _parts(name)
+    module = from_file(Path(home), what) if home.endswith(".py") else _installed(home, what)
+    found = getattr(module, function, None)
+    if not callable(found):
+        there = [n for n, value in vars(module).items() if callable(value) and not n.startswith("_")]
+        raise ConfigError(f"'{home}' has no function '{function}' for the {what}; it has {', '.join(there) or 'none'}")
+    result: Callable[..., Any] = found
+    return result
+
+
+def file_of(name: str) -> Path:
+    """The file that holds the code. It is not run."""
+    home, _ = _parts(name)
+    if home.endswith(".py"):
+        return Path(home)
+    try:
+        spec = importlib.util.find_spec(home)
+    except (ImportError, ValueError) as error:
+        raise ConfigError(f"no module '{home}' is installed; pass the path of a Python file") from error
+    if spec is None or spec.origin is None or not spec.origin.endswith(".py"):
+        raise ConfigError(f"no Python module '{home}' is installed; pass the path of a Python file")
+    return Path(spec.origin)
+
+
+def digests(paths: Iterable[Path]) -> dict[str, str]:
+    """SHA-256 of each file, by its name without folders."""
+    found: dict[str, str] = {}
+    for path in paths:
+        try:
+            digest = hashlib.sha256(durable.ordinary(path, DataError).read_bytes()).hexdigest()
+        except OSError as error:
+            raise DataError(f"cannot read '{error.filename}': {error.strerror}") from error
+        if found.setdefault(path.name, digest) != digest:
+            raise ConfigError(f"two different files are named '{path.name}'; rename one")
+    return found
+
+
+def from_file(path: Path, what: str) -> ModuleType:
+    """The module in this file, which is run once."""
+    if not path.is_file():
+        raise ConfigError(f"no {what} file at '{path}'; pass the path of a Python file")
+    path = path.resolve()
+    module_name = f"{FILE_PREFIX}{hashlib.sha256(str(path).encode()).hexdigest()[:12]}"
+    if module_name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(module_name, path)
+        if spec is None or spec.loader is None:
+            raise ConfigError(f"'{path}' is not a Python file that can be imported")
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[module_name] = module
+        try:
+            spec.loader.exec_module(module)
+        except Exception as error:
+            del sys.modules[module_name]
+            raise ConfigError(
+                f"the {what} file '{path}' cannot be imported: {type(error).__name__}: {error}"
+            ) from error
+    return sys.modules[module_name]
+
+
+def _parts(name: str) -> tuple[str, str]:
+    match = _NAME.fullmatch(name)
+    if match is None:
+        raise ConfigError(f"'{name}' is not of the form file.py:function or module:function")
+    return match["home"], match["function"]
+
+
+def _installed(home: str, what: str) -> ModuleType:
+    try:
+        return importlib.import_module(home)
+    except Exception as error:  # a module may raise anything when it is imported
+        raise ConfigError(
+            f"the module '{home}' of the {what} cannot be imported: {type(error).__name__}: {error}"
+        ) from error

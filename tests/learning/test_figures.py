@@ -1,0 +1,144 @@
+"""The figures of an evaluation against scikit-learn, and against their definitions where it has none."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from sklearn import metrics
+from torch import Tensor
+
+from redgrape.data.federation import Groups
+from redgrape.exported.inference import evaluate_batches
+from redgrape.learning import evaluation, sums
+
+NO_GROUPS = Groups((), (), ())
+
+
+def drawn(C: int, n: int, seed: int, *, coarse: bool = False) -> tuple[Tensor, Tensor]:
+    """Logits that lean towards the label. `coarse`: many equal logits."""
+    random = torch.Generator().manual_seed(seed)
+    y = torch.randint(0, C, (n,), generator=random)
+    z = 2 * torch.randn(n, C, generator=random, dtype=torch.float64)
+    z[torch.arange(n), y] += 1.5
+    return (z.round() if coarse else z), y
+
+
+def evaluated(z: Tensor, y: Tensor, groups: Groups = NO_GROUPS, size: int = 100) -> dict[str, Any]:
+    batches = zip(z.split(size), y.split(size), strict=True)
+    return evaluate_batches(batches, groups, [str(c) for c in range(z.shape[1])])
+
+
+@pytest.mark.parametrize(
+    ("C", "n", "seed"), [(2, 60, 0), (3, 500, 1), (10, 700, 2), (10, 30, 3), (120, 900, 4), (310, 900, 5)]
+)
+def test_scikit_learn_agrees(C: int, n: int, seed: int) -> None:
+    z, y = drawn(C, n, seed)
+    found, p = evaluated(z, y), z.softmax(dim=1).numpy()
+    true, predicted, held = y.numpy(), z.argmax(dim=1).numpy(), np.unique(y.numpy())
+    near = {"rel": 0, "abs": 1e-9}
+    assert found["accuracy"] == pytest.approx(metrics.accuracy_score(true, predicted), **near)
+    recall = metrics.recall_score(true, predicted, labels=held, average="macro", zero_division=0)
+    assert found["balanced"] == pytest.approx(recall, **near)
+    f1 = metrics.f1_score(true, predicted, labels=held, average="macro", zero_division=0)
+    assert found["macro_f1"] == pytest.approx(f1, **near)
+    assert found["nll"] == pytest.approx(metrics.log_loss(true, p, labels=range(C)), **near)
+    one_hot = np.eye(C)[true]
+    assert found["brier"] == pytest.approx(((p - one_hot) ** 2).sum(axis=1).mean(), **near)
+    if C > 5:
+        top = metrics.top_k_accuracy_score(true, p, k=5, labels=range(C))
+        assert found["top5"] == pytest.approx(top, **near)
+    for of_class, c in ((found["per_class"][c], c) for c in held):
+        mine = (true == c, predicted == c)
+        assert of_class["support"] == (true == c).sum()
+        assert of_class["recall"] == pytest.approx(metrics.recall_score(*mine), **near)
+        if mine[1].any():
+            assert of_class["precision"] == pytest.approx(metrics.precision_score(*mine), **near)
+        assert of_class["f1"] == pytest.approx(metrics.f1_score(*mine), **near)
+
+
+@pytest.mark.parametrize("coarse", [False, True])
+@pytest.mark.parametrize(("C", "n", "seed"), [(2, 60, 0), (5, 4000, 1), (10, 30, 2), (310, 900, 3)])
+def test_areas_are_within_their_bound(C: int, n: int, seed: int, coarse: bool) -> None:
+    z, y = drawn(C, n, seed, coarse=coarse)
+    p, one_hot = z.softmax(dim=1).numpy(), np.eye(C)[y.numpy()]
+    more = sums.of_scores(z, y)
+    areas = evaluation.areas(more["positive"], more["negative"])
+    precisions = evaluation.average_precisions(more["positive"], more["negative"])
+    for c in np.unique(y.numpy()):
+        for exact, (value, within) in (
+            (metrics.roc_auc_score(one_hot[:, c], p[:, c]), areas[c]),
+            (metrics.average_precision_score(one_hot[:, c], p[:, c]), precisions[c]),
+        ):
+            assert value is not None and within is not None and abs(value - exact) <= within + 1e-12
+    if n == 4000 and not coarse:
+        assert (
+            max(w for _, w in areas if w is not None) < 5e-4 and max(w for _, w in precisions if w is not None) < 2e-3
+        )
+
+
+def test_histograms_by_hand() -> None:
+    """Three bins. AUROC: pairs (3 positives x 4 negatives): bin 2: 1 positive above 3 negatives and tied with 1: 3.5;
+    bin 1: 2 positives above 1 and tied with 2: 2 * 2 = 4; together 7.5 of 12, of which 1 + 4 pairs are tied.
+    Average precision: (1 / 3) (1 / 2) + (2 / 3) (3 / 6)."""
+    positive, negative = torch.tensor([[0, 2, 1]]), torch.tensor([[1, 2, 1]])
+    (area,) = evaluation.areas(positive, negative)
+    assert area == pytest.approx((7.5 / 12, 2.5 / 12))
+    ((value, within),) = evaluation.average_precisions(positive, negative)
+    assert value == pytest.approx(1 / 6 + 1 / 3)
+    best, worst = (1 + 2 / 3 + 3 / 4) / 3, (1 / 2 + 2 / 5 + 3 / 6) / 3
+    assert within == pytest.approx(max(best - 0.5, 0.5 - worst))
+
+
+def test_classes_that_cannot_be_ranked_break_nothing() -> None:
+    """A site with one class: no negatives of it, no positives of the others. Added to another site, all is there."""
+    z, y = drawn(3, 200, 0)
+    alone = y == 1
+    found = evaluated(z[alone], y[alone])
+    assert [row["auroc"] for row in found["per_class"]] == [None] * 3 and found["auroc"] is found["ap"] is None
+    a, b = sums.of_scores(z[alone], y[alone]), sums.of_scores(z[~alone], y[~alone])
+    for name, t in sums.of_scores(z, y).items():
+        torch.testing.assert_close(a[name] + b[name], t)
+
+
+def test_far_logits_are_counted() -> None:
+    z = torch.tensor([[1000.0, -1000.0], [-1000.0, 1000.0], [0.0, 0.0]])
+    found = evaluated(z, torch.tensor([0, 1, 1]))
+    assert found["per_class"][0]["auroc"] == 1.0 and np.isfinite([found["brier"], found["ece"]]).all()
+
+
+def test_batches_and_order_do_not_matter() -> None:
+    z, y = drawn(10, 500, 7)
+    order = torch.randperm(500, generator=torch.Generator().manual_seed(1))
+    one, other = evaluated(z, y), evaluated(z[order], y[order], size=7)
+    for name in ("accuracy", "macro_f1", "auroc", "ap", "confusion", "per_class", "intervals"):
+        assert one[name] == other[name], name
+    for name in ("nll", "brier", "ece"):
+        assert one[name] == pytest.approx(other[name], rel=1e-12)
+
+
+def test_groups_pool_their_classes() -> None:
+    z, y = drawn(4, 400, 8)
+    found = evaluated(z, y, Groups((0, 1), (), (2, 3)))
+    held, right = (y >= 2), z.argmax(dim=1) == y
+    tail = found["groups"]["tail"]
+    assert found["groups"].keys() == {"head", "tail"} and tail["examples"] == int(held.sum())
+    assert tail["accuracy"] == found["tail"] == pytest.approx(float(right[held].double().mean()))
+    assert tail["macro_f1"] == pytest.approx(np.mean([found["per_class"][c]["f1"] for c in (2, 3)]))
+
+
+def test_intervals_are_those_of_drawing_examples() -> None:
+    """Against a bootstrap that draws the examples themselves, and the normal approximation of a share."""
+    z, y = drawn(4, 300, 9)
+    found = evaluated(z, y, Groups((0, 1), (), (2, 3)))
+    random = np.random.default_rng(0)
+    true, predicted = y.numpy(), z.argmax(dim=1).numpy()
+    draws = [random.integers(0, 300, 300) for _ in range(1000)]
+    f1 = [metrics.f1_score(true[rows], predicted[rows], average="macro") for rows in draws]
+    assert found["intervals"]["macro_f1"] == pytest.approx(np.quantile(f1, [0.025, 0.975]), abs=0.015)
+    share = found["accuracy"]
+    half = 1.96 * (share * (1 - share) / 300) ** 0.5
+    assert found["intervals"]["accuracy"] == pytest.approx([share - half, share + half], abs=0.01)
+    assert found["intervals"].keys() == {"accuracy", "balanced", "macro_f1", "head", "tail"}
