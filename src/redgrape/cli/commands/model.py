@@ -80,11 +80,6 @@ def _scores_of_model(options: argparse.Namespace) -> dict[str, Any]:
 def _scores_of_run(options: argparse.Namespace) -> dict[str, Any]:
     from redgrape.exported.own_test import evaluate_run
 
-    if options.data is not None:
-        raise ConfigError(
-            f"'{options.model}' is a run, which has its own test set; for other data export its model first: "
-            f"redgrape export {options.model} MODEL"
-        )
     return evaluate_run(options.model, options.data_root)
 
 
