@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from redgrape import methods, nets
 from redgrape.data.partition import Kind
 from redgrape.data.prepare import DataOptions
-from redgrape.data.sources import READERS
+from redgrape.data.sources import AS_THEY_ARE, READERS
 from redgrape.errors import ConfigError, DataError
 from redgrape.exchange import Exchange
 from redgrape.exchange.rules import Rule
@@ -64,7 +64,12 @@ EVERY_FIELD: dict[str, Any] = {
     "evaluate_every": 2,
     "checkpoint_every": 4,
     "data": {
-        "source": "here/ärger \"quoted\" 'too' \\ [x] # = 猫.npz",
+        "source": "here/ärger \"quoted\" 'too' \\ [x] # = 猫.csv",
+        "label": "kind",
+        "site": "place",
+        "test": "fold=3",
+        "drop": ["id", "a name"],
+        "categorical": ["zip"],
         "image_size": 32,
         "letterbox": True,
         "normalise": True,
@@ -150,7 +155,7 @@ def test_toml_round_trip_of_every_field() -> None:
     defaults = Experiment.parse({}).resolved()
     sections = {"data": DataOptions, "net": NetOptions, "exchange": Exchange, "method": RedGrape}
     for section, model in sections.items():
-        set_elsewhere = ENCODER.keys() if section == "net" else set()
+        set_elsewhere = ENCODER.keys() if section == "net" else {"pooled", "alone"}
         assert model.model_fields.keys() <= EVERY_FIELD[section].keys() | set_elsewhere, "a field that is not set here"
         same = [k for k, v in EVERY_FIELD[section].items() if k != "name" and defaults[section].get(k) == v]
         unlike_the_preset, not_with_the_rule = NOT_AS_RELEASED, {"clip", "noise", "class_clip", "class_noise"}
@@ -188,7 +193,8 @@ def test_a_preset_holds_where_nothing_else_is_said() -> None:
 def test_own_data_keeps_its_imbalance() -> None:
     """A path means the data as it is; a public set is made long-tailed; either can be asked for."""
     for source in READERS:
-        assert Experiment.parse({"data": {"source": source}}).data.imbalance == "exponential"
+        expected = "natural" if source in AS_THEY_ARE else "exponential"
+        assert Experiment.parse({"data": {"source": source}}).data.imbalance == expected
     assert Experiment.parse({}).data.imbalance == "exponential"
     assert Experiment.parse({"data": {"source": "my.npz"}}).data.imbalance == "natural"
     asked = {"source": "my.npz", "imbalance": "exponential"}

@@ -30,7 +30,15 @@ def names(text: str) -> list[str]:
 
 # Flags that set a key of the experiment. Use -c for every other key.
 _FLAGS: dict[str, tuple[str, Any, str]] = {
-    "--data": ("data.source", str, "digits, mnist, cifar10, ..., an image folder, an .npz or file.py:function"),
+    "--data": (
+        "data.source",
+        str,
+        "digits, mnist, cifar10, fars, ..., an image folder, an .npz, a table (.csv, .parquet) or file.py:function",
+    ),
+    "--label": ("data.label", str, "the column of a table that holds the classes"),
+    "--site": ("data.site", str, "the column of a table that names each row's site"),
+    "--test": ("data.test", str, "the column of a table that says test or train, or a value of one: fold=3"),
+    "--drop": ("data.drop", names, "columns of a table that are no inputs: id,name"),
     "--imbalance": ("data.imbalance", str, "exponential, binary or natural"),
     "--ir": ("data.ir", float, "imbalance ratio"),
     "--tail": (
@@ -176,7 +184,8 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument(
         "methods",
         nargs="+",
-        help="methods, optionally with their own settings: redgrape:lam=0.2,exchange.preset=private",
+        help="methods, optionally with their own settings: redgrape:lam=0.2,exchange.preset=private; METHOD@alone "
+        "trains each client by itself, METHOD@pooled on all data in one place",
     )
     command.add_argument("--experiment", type=_path, metavar="FILE", help="a TOML file with the other settings")
     command.add_argument("--preset", dest="set:method.preset", metavar="NAME", help="the preset for all methods")
@@ -273,19 +282,19 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("run", type=_path, help="the run folder")
     command.add_argument("out", type=_path, help="the model folder to create")
     command.add_argument("--format", choices=["safetensors", "onnx"], default="safetensors", help="weight format")
-    command = add("evaluate", "model", "evaluate a run on its own test set, or an exported model on labelled data")
-    command.add_argument("model", type=_path, metavar="RUN_OR_MODEL", help="the folder of a finished run or of a model")
+    command = add("evaluate", "model", "evaluate a run on its own test set, or a model on labelled data")
+    command.add_argument("model", type=_path, metavar="RUN_OR_MODEL", help="the folder of a run or of a model")
     command.add_argument(
         "data",
         nargs="?",
         type=_path,
-        help="for a model: a folder with one sub-folder per class, or an .npz with x and y",
+        help="a folder with one sub-folder per class, an .npz with x and y, or a table (default: a run's test set)",
     )
     command.add_argument("--data-root", type=_path, metavar="DIR", help="folder with the data files of the run")
     command.add_argument("--code", type=_path, metavar="FILE", help="the Python file of your own net")
-    command = add("predict", "model", "predict the classes of new data with an exported model")
-    command.add_argument("model", type=_path, help="the model folder")
-    command.add_argument("data", type=_path, help="an image, a folder of images, or an .npz with x")
+    command = add("predict", "model", "predict the classes of new data with a model")
+    command.add_argument("model", type=_path, metavar="RUN_OR_MODEL", help="the folder of a run or of a model")
+    command.add_argument("data", type=_path, help="an image, a folder of images, an .npz with x, or a table")
     command.add_argument("--out", type=_path, metavar="FILE", help="write the predictions to a CSV file")
     command.add_argument("--code", type=_path, metavar="FILE", help="the Python file of your own net")
     _add_deployment(commands)
@@ -385,7 +394,8 @@ def _add_deployment(commands: Any) -> None:
 def _add_experiment_flags(command: argparse.ArgumentParser) -> None:
     group = command.add_argument_group("the experiment")
     for flag, (key, kind, text) in _FLAGS.items():
-        group.add_argument(flag, dest=f"set:{key}", type=kind, metavar=kind.__name__.upper(), help=text)
+        metavar = kind.__name__.strip("_").upper()
+        group.add_argument(flag, dest=f"set:{key}", type=kind, metavar=metavar, help=text)
     group.add_argument(
         "-c", dest="config", action="append", default=[], metavar="KEY=VALUE", help="set any key, e.g. method.lam=0.2"
     )

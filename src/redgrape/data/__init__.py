@@ -12,18 +12,26 @@ if TYPE_CHECKING:
 def load(source: Any, *, seed: int = 0, root: Path | None = None, **options: Any) -> Federation:
     """A federation from the options of an experiment's section [data]: `load("digits", ir=50.0, clients=10)`.
 
-    `source`: the name of a data set, a folder of images, an .npz file, `file.py:function`; or the data itself: (x, y),
-    ((x, y), (x_test, y_test)), or a data set of torch or Hugging Face. `root`: the folder of the data sets.
+    `source`: the name of a data set, a folder of images, an .npz file, a table, `file.py:function`; or the data itself:
+    (x, y), ((x, y), (x_test, y_test)), a data set of torch or Hugging Face, or a DataFrame with its columns:
+    `load(frame, label="diagnosis", site="hospital")`. `root`: the folder of the data sets.
     """
     from pydantic import ValidationError
 
+    from redgrape.data import table, user_data
     from redgrape.data.own import as_source
     from redgrape.data.prepare import DataOptions, prepare
     from redgrape.validation import one_line
 
-    given = None if isinstance(source, str | Path) else as_source(source, "the data", seed)
+    given = None
+    is_frame = not isinstance(source, str | Path) and (hasattr(source, "columns") or "label" in options)
+    if not isinstance(source, str | Path) and not is_frame:
+        given = as_source(source, "the data", seed)
+    named = "frame.csv" if is_frame else str(source) if given is None else given.name
     try:
-        checked = DataOptions(source=str(source) if given is None else given.name, **options)
+        checked = DataOptions(source=named, **options)
     except ValidationError as error:
         raise one_line(error, DataOptions, "data") from error
+    if is_frame:
+        given = user_data.of_table(table.of_frame(source), checked.roles, seed, named)
     return prepare(checked, seed, root, given)

@@ -124,7 +124,10 @@ def _tensor(value: Any) -> Tensor:
         return value
     array = np.asarray(value)
     if array.dtype.kind not in "fiub":
-        raise DataError(f"an array of {array.dtype} cannot hold examples; pass numbers")
+        raise DataError(
+            f"an array of {array.dtype} cannot hold examples; convert inputs with astype('float32'), and number names "
+            "of classes with names, y = np.unique(y, return_inverse=True)"
+        )
     if any(stride < 0 for stride in array.strides):
         array = np.ascontiguousarray(array)
     with warnings.catch_warnings():  # torch warns that read-only arrays could be written to; we never write

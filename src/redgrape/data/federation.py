@@ -20,6 +20,8 @@ from redgrape.errors import DataError
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from redgrape.data.table import Columns
+
     Rows = NDArray[np.int64]
 
 
@@ -136,6 +138,7 @@ class Pooled:
 class Federation:
     """Clients 0 .. K-1 with their training examples, and a test set. A validation set and a small balanced auxiliary
     set for the server are optional. Examples may also be given as (x, y) or as a data set of torch or Hugging Face.
+    `columns`: how rows of a table became the inputs, if they are from one.
 
     Federation(clients=[Examples(x0, y0), Examples(x1, y1)], test=Examples(xt, yt), num_classes=4)
     """
@@ -153,6 +156,7 @@ class Federation:
         class_names: Sequence[str] | None = None,
         client_names: Sequence[str] | None = None,
         tail: Sequence[int] | None = None,
+        columns: Columns | None = None,
     ) -> None:
         pooled = clients if isinstance(clients, Pooled) else Pooled.of([as_examples(c, "a client") for c in clients])
         test = as_examples(test, "the test set")
@@ -192,6 +196,7 @@ class Federation:
         self.test = test
         self.validation = validation
         self.auxiliary = auxiliary
+        self.columns = columns
         self.num_classes = num_classes
         self.class_names = list(class_names) if class_names is not None else [str(c) for c in range(num_classes)]
         self.client_names = [str(k) for k in (range(len(parts)) if client_names is None else client_names)]
@@ -211,6 +216,7 @@ class Federation:
         class_names: Sequence[str] | None = None,
         client_names: Sequence[str] | None = None,
         tail: Sequence[int] | None = None,
+        columns: Columns | None = None,
     ) -> Federation:
         """The same from one array of training examples and each client's rows in it, without a copy."""
         return cls(
@@ -222,6 +228,7 @@ class Federation:
             class_names=class_names,
             client_names=client_names,
             tail=tail,
+            columns=columns,
         )
 
     @property

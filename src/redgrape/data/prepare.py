@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 import numpy as np
 import torch
@@ -24,12 +24,13 @@ from pydantic import (
 
 from redgrape.data import longtail
 from redgrape.data.augment import Augment
-from redgrape.data.examples import WHITE, Pixels
-from redgrape.data.federation import Federation
+from redgrape.data.examples import WHITE, Examples, Pixels
+from redgrape.data.federation import Federation, Groups
 from redgrape.data.images import LARGEST_SIDE
 from redgrape.data.partition import check_kind, partition
-from redgrape.data.sources import READERS, Source, load
-from redgrape.errors import ConfigError, DataError
+from redgrape.data.sources import AS_THEY_ARE, READERS, Source, load
+from redgrape.data.table import SUFFIXES, Columns, Roles, is_table
+from redgrape.errors import ConfigError, DataError, unknown
 from redgrape.validation import LARGEST
 
 Rows = NDArray[np.int64]
@@ -39,6 +40,9 @@ AT_SITES = "sites"  # the source of a deployed run
 
 def _list_to_tuple(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value  # TOML has only lists
+
+
+Names = Annotated[tuple[str, ...], BeforeValidator(_list_to_tuple)]
 
 
 def _known_partition(kind: str) -> str:
@@ -56,9 +60,16 @@ class DataOptions(BaseModel):
 
     source: str = Field(
         "digits",
-        description="digits, mnist, fashion_mnist, cifar10, cifar100, a path (image folder, manifest.csv or .npz), or "
-        "a function: file.py:function",
+        description="digits, mnist, fashion_mnist, cifar10, cifar100, fars, a path (image folder, manifest.csv, .npz, "
+        "or a table: .csv, .parquet), or a function: file.py:function",
     )
+    label: str | None = Field(None, description="the column of a table that holds the classes")
+    site: str | None = Field(None, description="the column of a table that names each row's site; it divides the data")
+    test: str | None = Field(
+        None, description="the column of a table that says test or train, or a value of one, as in fold=3"
+    )
+    drop: Names = Field((), description="columns of a table that are no inputs, such as numbers of patients")
+    categorical: Names = Field((), description="columns of a table with numbers that are names, such as codes")
     image_size: int | None = Field(
         None, ge=1, le=LARGEST_SIDE, description="resize a folder's images to squares with this side, in pixels"
     )
@@ -82,6 +93,8 @@ class DataOptions(BaseModel):
     )
     alpha: float = Field(1.0, ge=1e-6, le=LARGEST, description="Dirichlet concentration: small is more skewed")
     clients: int = Field(10, ge=1, le=10**6, description="number of clients; the natural partition brings its own")
+    pooled: bool = Field(False, description="one client with all clients' examples: what no federation could do")
+    alone: str | None = Field(None, description="only the client of this name: what it reaches without the others")
     validation: int = Field(0, ge=0, le=10**9, description="training examples of each class held out for validation")
     auxiliary: int = Field(
         0,
@@ -96,15 +109,38 @@ class DataOptions(BaseModel):
     @model_serializer(mode="wrap")
     def _without_unused(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """Younger keys are there only if they are set, so that other experiments keep their hashes."""
-        return {key: value for key, value in dump(self).items() if value or key not in ("letterbox", "normalise")}
+        younger = {"letterbox", "normalise", "pooled", "alone", *vars(Roles())}
+        return {key: value for key, value in dump(self).items() if value or key not in younger}
 
     @model_validator(mode="before")
     @classmethod
-    def _own_data_is_imbalanced_already(cls, values: Any) -> Any:
-        if not isinstance(values, dict) or "imbalance" in values:
+    def _own_data_is_imbalanced_and_divided_already(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
             return values
-        source = values.get("source", "digits")
-        return {**values, "imbalance": "natural"} if isinstance(source, str) and source not in READERS else values
+        source, known = values.get("source", "digits"), {}
+        if source in AS_THEY_ARE or (isinstance(source, str) and source not in READERS):
+            known["imbalance"] = "natural"
+        if source in AS_THEY_ARE or values.get("site") is not None:
+            known["partition"] = "natural"
+        return {**known, **values}
+
+    @model_validator(mode="after")
+    def _only_tables_have_columns(self) -> Self:
+        if not is_table(self.source) and self.roles != Roles():
+            name = next(key for key, value in vars(self.roles).items() if value)
+            raise ValueError(f"{name} is for tables ({', '.join(SUFFIXES)}), but '{self.source}' is none; leave it out")
+        if self.pooled and self.alone is not None:
+            raise ValueError(f"pooled and alone='{self.alone}' exclude each other; set one of them")
+        return self
+
+    @property
+    def is_federated(self) -> bool:
+        """Whether several clients take part, as far as this is known before the data is read."""
+        return not self.pooled and self.alone is None
+
+    @property
+    def roles(self) -> Roles:
+        return Roles(self.label, self.site, self.test, self.drop, self.categorical)
 
 
 def prepare(options: DataOptions, seed: int, root: Path | None = None, source: Source | None = None) -> Federation:
@@ -115,7 +151,9 @@ def prepare(options: DataOptions, seed: int, root: Path | None = None, source: S
             "the data of this run is at the sites of a deployment; continue with `redgrape deploy run` (a folder of "
             f"this name is ./{AT_SITES})"
         )
-    source = source or load(options.source, root, seed=seed, image_size=options.image_size, letterbox=options.letterbox)
+    if source is None:
+        size, letterbox = options.image_size, options.letterbox
+        source = load(options.source, root, seed=seed, image_size=size, letterbox=letterbox, roles=options.roles)
     if options.normalise:
         source = normalised(source)
     num_classes = len(source.class_names)
@@ -142,17 +180,46 @@ def prepare(options: DataOptions, seed: int, root: Path | None = None, source: S
     client_names = None
     if natural is not None and options.partition == "natural":
         client_names = [str(name) for name in np.unique(natural)]  # in the order of the parts
-    return Federation.from_parts(
-        replace(source.train, augment=augmentation(options, source.train.x.dim())),
-        [rows[part] for part in parts],
-        source.test,
+    parts = [rows[part] for part in parts]
+    groups = Groups.by_count(np.bincount(labels[rows], minlength=num_classes).tolist(), tail)
+    if options.pooled:
+        parts, client_names = [rows], ["all"]
+    if options.alone is not None:
+        parts, client_names = [_part_of(options.alone, parts, client_names)], [options.alone]
+    train, test, columns = _fitted(source, parts)
+    federation = Federation.from_parts(
+        replace(train, augment=augmentation(options, train.x.dim())),
+        parts,
+        test,
         num_classes,
-        validation=source.train.take(held_out) if options.validation else None,
-        auxiliary=source.train.take(auxiliary) if options.auxiliary else None,
+        validation=train.take(held_out) if options.validation else None,
+        auxiliary=train.take(auxiliary) if options.auxiliary else None,
         class_names=source.class_names,
         client_names=client_names,
         tail=tail,
+        columns=columns,
     )
+    federation.groups = groups  # a client alone is judged by the head and tail of all
+    return federation
+
+
+def _part_of(name: str, parts: Sequence[Rows], names: Sequence[str] | None) -> Rows:
+    """The rows of the client of this name, or of this number if clients have no names."""
+    known = dict(zip(names or map(str, range(len(parts))), parts, strict=True))
+    if name not in known:
+        raise unknown("client", name, known)
+    return known[name]
+
+
+def _fitted(source: Source, parts: Sequence[Rows]) -> tuple[Examples, Examples, Columns | None]:
+    """The training and test examples. The columns of a table are fitted to the clients' rows alone."""
+    if source.raw is None:
+        return source.train, source.test, None
+    in_table = source.train.rows
+    assert in_table is not None, "a table gives views of its rows"
+    columns = Columns.fit(source.raw, [in_table.numpy()[part] for part in parts])
+    x: Any = columns.inputs(source.raw.table)
+    return Examples(x, source.train.y, rows=in_table), Examples(x, source.test.y, rows=source.test.rows), columns
 
 
 def normalised(source: Source) -> Source:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from redgrape import own_code
+from redgrape.data import table
 from redgrape.data.examples import Examples, Pixels
 from redgrape.data.longtail import choose
 from redgrape.errors import ConfigError, DataError, StorageError, unknown
@@ -36,6 +37,8 @@ class Source:
     """Data before it is divided: training and test examples, which share no row.
 
     clients: the natural partition, each training row's client by number or name, if the data names clients.
+    raw: the table that the rows are of, if there is one. Its columns have yet to be fitted to the clients' rows; x of
+    the examples only stands for them.
     """
 
     name: str
@@ -43,6 +46,7 @@ class Source:
     test: Examples
     class_names: list[str]
     clients: NDArray[Any] | None = None
+    raw: table.Raw | None = None
 
 
 @dataclass(frozen=True)
@@ -148,12 +152,19 @@ def data_root(option: Path | None = None) -> Path:
 
 
 def load(
-    source: str, root: Path | None = None, *, seed: int = 0, image_size: int | None = None, letterbox: bool = False
+    source: str,
+    root: Path | None = None,
+    *,
+    seed: int = 0,
+    image_size: int | None = None,
+    letterbox: bool = False,
+    roles: table.Roles | None = None,
 ) -> Source:
-    """The data called `source`: a public set, or the path of a folder of images or an .npz file (see user_data.py).
+    """The data called `source`: a public set, or the path of a folder of images, an .npz file (see user_data.py) or a
+    table.
 
     The seed decides the held-out test split of a user's data without a test set. image_size resizes a folder's images,
-    and letterbox keeps their proportions.
+    and letterbox keeps their proportions. roles: what the columns of a table are for.
     """
     if source in READERS:
         if image_size is not None or letterbox:
@@ -168,10 +179,16 @@ def load(
     if not path.exists():
         error = unknown("data source", source, READERS)
         raise ConfigError(
-            f"{error}; a path to a folder of images or an .npz file may be given too (nothing is at this path)"
+            f"{error}; a path to a folder of images, an .npz file or a table (.csv, .parquet) may be given too "
+            "(nothing is at this path)"
         )
     from redgrape.data import user_data
 
+    if table.is_table(source) and not path.is_dir():
+        if image_size is not None or letterbox:
+            name = "letterbox" if image_size is None else "image_size"
+            raise ConfigError(f"{name} is for folders of images, but {source} is a table; leave it out")
+        return user_data.of_table(table.read(path), roles or table.Roles(), seed, path.stem)
     return user_data.load(path, data_root(root), seed=seed, image_size=image_size, letterbox=letterbox)
 
 
@@ -233,13 +250,21 @@ def _cifar100(root: Path) -> Source:
     return _source(dataset, train, test)
 
 
+def _fars(root: Path) -> Source:
+    from redgrape.data import fars
+
+    return fars.load(root)
+
+
 READERS: dict[str, Callable[[Path], Source]] = {
     "digits": _digits,
     "mnist": partial(_mnist_like, "mnist"),
     "fashion_mnist": partial(_mnist_like, "fashion_mnist"),
     "cifar10": _cifar10,
     "cifar100": _cifar100,
+    "fars": _fars,
 }
+AS_THEY_ARE = ("fars",)  # sets with a long tail and clients of their own
 
 
 def _source(dataset: Dataset, train: tuple[Any, Any], test: tuple[Any, Any]) -> Source:

@@ -1,4 +1,4 @@
-"""A user's own data: images (see images.py), or an .npz file of arrays.
+"""A user's own data: images (see images.py), an .npz file of arrays, or a table (see table.py).
 
 Data is mapped, not loaded, if possible. The uncompressed arrays of an .npz file are mapped in place, so they may be
 larger than memory.
@@ -10,7 +10,7 @@ import math
 import os
 import zipfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
 import numpy as np
 
@@ -19,6 +19,7 @@ from redgrape.data.examples import Examples
 from redgrape.data.federation import check_class_names
 from redgrape.data.longtail import choose
 from redgrape.data.sources import Source, one_line
+from redgrape.data.table import Roles, Table, raw
 from redgrape.errors import ConfigError, DataError
 from redgrape.runs import durable
 
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     Rows = NDArray[np.int64]
 
 TEST_SHARE = 0.2
+AS_PLAIN = "numbers as array.astype(np.float32), names as array.astype(str)"
 LARGE, UNLIKELY = 1 << 30, 200  # bytes, and a compression ratio that no honest array of that size reaches
 
 
@@ -46,11 +48,33 @@ def load(
     if durable.ordinary(path, DataError).is_dir() or images.is_manifest(path):
         return _from_images(path, root, seed, image_size, letterbox, hold_out, fewest_classes)
     if path.suffix != ".npz":
-        raise ConfigError(f"{path} is neither a folder of images nor an .npz file")
+        raise ConfigError(f"{path} is neither a folder of images nor an .npz file; a table cannot be used here")
     if image_size is not None or letterbox:
         name = "letterbox" if image_size is None else "image_size"
         raise ConfigError(f"{name} is for folders of images; the arrays of {path} are not resized, so leave it out")
     return from_arrays(Arrays(path), path, seed, hold_out)
+
+
+def of_table(table: Table, roles: Roles, seed: int, name: str) -> Source:
+    """The rows of a table. Their inputs are fitted when it is known which rows the clients have."""
+    inputs = raw(table, roles)
+    class_names, labels = table.names(inputs.label, "class")
+    check_class_names(class_names, f"{table.where}: column '{inputs.label}'")
+    if len(class_names) < 2:
+        raise DataError(f"{table.where}: column '{inputs.label}' has one class, '{class_names[0]}'; two are needed")
+    test_rows = held_out_rows(labels, len(class_names), seed) if roles.test is None else table.test_rows(roles.test)
+    stand_ins: Any = np.zeros((len(table), 1), np.float32)
+    train_rows, train, test = _split(Examples(stand_ins, labels), test_rows)  # type: ignore[arg-type]  # takes arrays
+    if not len(train) or not len(test):
+        raise DataError(
+            f"{table.where} gives {len(train)} training and {len(test)} test examples; both need at least one"
+        )
+    clients = None
+    if roles.site is not None:
+        sites, owner = table.names(roles.site, "site")
+        whole = all(site.isdecimal() and len(site) < 10 for site in sites)
+        clients = np.array([int(site) for site in sites] if whole else sites)[owner][train_rows]
+    return Source(name, train, test, class_names, clients, inputs)
 
 
 def held_out_rows(labels: Rows, num_classes: int, seed: int) -> Rows:
@@ -82,26 +106,26 @@ def _from_images(
 
 def from_arrays(arrays: Any, path: Path | str, seed: int, hold_out: bool) -> Source:
     """The arrays of an .npz file, or a mapping like it whose `path` is its name."""
-    x, y = as_inputs(arrays["x"], f"{path}: x"), as_labels(arrays["y"], f"{path}: y")
+    apart = "x_test" in arrays or "y_test" in arrays
+    (y, *more), names = labels_of(arrays, "y", *(["y_test"] if apart else []))
+    x = as_inputs(arrays["x"], f"{path}: x")
     if len(x) == 0:
         raise DataError(f"{path}: x holds no examples")
     _same_length(path, "y", y, x)
     clients = _numbers_or_names(arrays["client"], f"{path}: client") if "client" in arrays else None
     if clients is not None:
         _same_length(path, "client", clients, x)
-    if "x_test" in arrays or "y_test" in arrays:
+    if apart:
         if "test" in arrays:
             raise DataError(f"{path} has both `test` and `x_test`, `y_test`; give the test set in one way only")
-        x_test, y_test = as_inputs(arrays["x_test"], f"{path}: x_test"), as_labels(arrays["y_test"], f"{path}: y_test")
+        x_test, y_test = as_inputs(arrays["x_test"], f"{path}: x_test"), more[0]
         _same_length(path, "y_test", y_test, x_test)
         if (x_test.shape[1:], x_test.dtype) != (x.shape[1:], x.dtype):
             raise DataError(
                 f"{path}: a row of x_test is {x_test.dtype} {x_test.shape[1:]}, a row of x {x.dtype} {x.shape[1:]}"
             )
-        names = names_of_classes(arrays, max(highest_label(y), highest_label(y_test)), len(y))
         train, test = Examples(x, y), Examples(x_test, y_test)
     else:
-        names = names_of_classes(arrays, highest_label(y), len(y))
         if "test" in arrays:
             test_rows = rows_for_test(arrays, len(y))
         else:
@@ -137,6 +161,9 @@ class Arrays:
             if member.file_size > LARGE and member.file_size > UNLIKELY * member.compress_size:
                 raise ValueError(f"it unpacks to {member.file_size >> 30} GB; save it with np.savez, uncompressed")
             with zipfile.ZipFile(self.path) as archive, archive.open(member) as file:
+                if _npy_header(cast("BinaryIO", file))[2].hasobject:
+                    raise ValueError(f"it holds Python objects; save {AS_PLAIN}")
+            with zipfile.ZipFile(self.path) as archive, archive.open(member) as file:
                 return np.lib.format.read_array(file, allow_pickle=False)
         except Exception as error:
             raise DataError(f"{self.path}: array `{name}` cannot be read ({one_line(error)})") from error
@@ -154,7 +181,7 @@ class Arrays:
             )
             shape, column_major, dtype = _npy_header(file)
             if dtype.hasobject:
-                raise ValueError("it holds Python objects; save numbers")
+                raise ValueError(f"it holds Python objects; save {AS_PLAIN}")
             offset = file.tell()
         if min(shape, default=0) < 0 or offset + dtype.itemsize * math.prod(shape) > start + member.file_size:
             raise ValueError("its header asks for more than the file holds")
@@ -205,6 +232,22 @@ def _check_range(x: Any, what: str) -> None:
             raise DataError(f"{what} has {value:g} in row {start + beyond[0][0]}, which no float32 can hold; scale x")
 
 
+def labels_of(arrays: Any, *which: str) -> tuple[list[Any], list[str]]:
+    """The class numbers in these arrays, and the names of the classes. Arrays of strings name classes themselves: those
+    of `class_names`, or all of them in sorted order."""
+    named = [arrays[name] for name in which]
+    if any(y.dtype.kind != "U" or y.ndim != 1 for y in named):
+        numbers = [as_labels(y, f"{arrays.path}: {name}") for y, name in zip(named, which, strict=True)]
+        return numbers, names_of_classes(arrays, max(map(highest_label, numbers)), len(numbers[0]))
+    found = sorted({str(name) for y in named for name in np.unique(y)})
+    names = names_of_classes(arrays, -1, 0) if "class_names" in arrays else found
+    check_class_names(names, f"{arrays.path}: {which[0]}")
+    if unnamed := set(found) - set(names):
+        raise DataError(f"{arrays.path}: {which[0]} has the class '{min(unnamed)}', which class_names does not name")
+    number = {name: c for c, name in enumerate(names)}
+    return [np.array([number[str(name)] for name in y], np.int64) for y in named], names
+
+
 def as_labels(y: Any, what: str) -> Any:
     y = _integers(y, what)
     if len(y) and y.min() < 0:
@@ -214,7 +257,9 @@ def as_labels(y: Any, what: str) -> Any:
 
 def _integers(values: Any, what: str) -> Any:
     if values.ndim != 1 or values.dtype.kind not in "iu":
-        raise DataError(f"{what} holds {values.dtype} of shape {values.shape}; it must be one row of whole numbers")
+        raise DataError(
+            f"{what} holds {values.dtype} of shape {values.shape}; it must be one row of whole numbers, or of strings"
+        )
     return values.astype(np.int64)
 
 

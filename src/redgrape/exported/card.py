@@ -19,6 +19,9 @@ FIGURES = {
 }
 
 
+_PART_OF_GRAPH = "the normalisation is part of the graph"
+
+
 def write_card(card: Mapping[str, Any], disclosed: str) -> str:
     """Write the card from model.json. `disclosed` is what the method discloses beyond plain averaging."""
     run, experiment = card["run"], card["run"]["experiment"]
@@ -85,12 +88,17 @@ def _use(card: Mapping[str, Any]) -> str:
             f"{_numbers(pixels['mean'])}, divided by the standard deviation {_numbers(pixels['std'])} of each channel. "
             f"Image files of another size are resized, {how}."
         )
+    elif rows := card["input"].get("table"):
+        names = ", ".join(plain(column["name"]) for column in rows["columns"])
+        treatment = (
+            f"`x` is a DataFrame, or a table for `redgrape predict`, with the columns {names}. The model scales "
+            "numbers and codes categories as model.json says. Missing values and unknown categories are allowed."
+        )
     else:
         treatment = f"`x` holds floats, [{shape}], which go to the net unchanged."
     name = "pixels" if pixels else "x"
-    runtime = (
-        f"\n\nThe input of model.onnx is named `{name}`, its output `logits`; the normalisation is part of the graph."
-    )
+    scaled = f"it takes [{shape}] floats, already scaled" if card["input"].get("table") else _PART_OF_GRAPH
+    runtime = f"\n\nThe input of model.onnx is named `{name}`, its output `logits`; {scaled}."
     return (
         "```python\nfrom redgrape.exported.model import load_model\n\n"
         'model = load_model("path/to/this/folder")\n'

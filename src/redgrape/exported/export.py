@@ -26,7 +26,17 @@ from torch import Tensor, nn
 from redgrape import nets, own_code, tree
 from redgrape.errors import ConfigError, StorageError, unknown
 from redgrape.exported.card import write_card
-from redgrape.exported.model import FORMAT, WEIGHTS, Description, Format, forward_of, pixels_of
+from redgrape.exported.model import (
+    FORMAT,
+    WEIGHTS,
+    Description,
+    Format,
+    Model,
+    forward_of,
+    load_model,
+    pixels_of,
+    torch_forward,
+)
 from redgrape.nets import pretrained
 from redgrape.nets.net import Net
 from redgrape.privacy.disclosure import recorded_disclosures
@@ -48,6 +58,26 @@ def export(run: Path, out: Path, format: Format = "safetensors") -> Path:
     with durable.storage_errors("read", out):
         if out.exists() and (not out.is_dir() or any(out.iterdir())):
             raise ConfigError(f"'{out}' already exists and is not an empty folder; choose another")
+    card, weights, told, _ = _described(run, format)
+    files = {
+        WEIGHTS[format]: weights,
+        "model.json": json.dumps(card, indent=2, allow_nan=False).encode() + b"\n",
+        "README.md": write_card(card, told).encode(),
+    }
+    durable.create_folder(out.resolve(), {**files, checksums.NAME: checksums.of(files)})
+    return out
+
+
+def open_model(path: Path, code: Path | None = None) -> Model:
+    """The model in a folder that `export` wrote, or that of a run's newest checkpoint. `code`: see `load_model`."""
+    if not (path / "experiment.toml").is_file():
+        return load_model(path, code)
+    card, weights, _, own_net = _described(path, "safetensors")
+    return Model(card, torch_forward(weights, Description.model_validate(card), path, own_net))
+
+
+def _described(run: Path, format: Format) -> tuple[dict[str, Any], bytes, str, str | None]:
+    """The content of model.json, the weights, what the method discloses, and where the user's own net is."""
     folder = RunFolder.open(run)
     view = RunView.read(run)
     state = newest_state(folder, view)
@@ -81,13 +111,7 @@ def export(run: Path, out: Path, format: Format = "safetensors") -> Path:
         model = _with_encoder(model, net, description, environment)
     weights = tree.to_bytes(model) if format == "safetensors" else _onnx(model, description, net.name)
     card["weights"]["sha256"] = hashlib.sha256(weights).hexdigest()
-    files = {
-        WEIGHTS[format]: weights,
-        "model.json": json.dumps(card, indent=2, allow_nan=False).encode() + b"\n",
-        "README.md": write_card(card, recorded_disclosures(view)["beyond_averaging"]).encode(),
-    }
-    durable.create_folder(out.resolve(), {**files, checksums.NAME: checksums.of(files)})
-    return out
+    return card, weights, recorded_disclosures(view)["beyond_averaging"], None if code is None else net.name
 
 
 def _unchanged_code(view: RunView, environment: Mapping[str, Any]) -> str | None:

@@ -16,6 +16,7 @@ from torch import Tensor
 from redgrape.data import images, user_data
 from redgrape.data.examples import Examples
 from redgrape.data.federation import Groups
+from redgrape.data.table import Columns, Table, is_table, read
 from redgrape.errors import DataError
 from redgrape.exported.model import Model
 from redgrape.learning import evaluation, sums
@@ -36,7 +37,7 @@ class Prediction:
 
 
 def predict_file(path: Path, model: Model) -> list[Prediction]:
-    """Predict an image, each image in a folder, or each row of `x` in an .npz file."""
+    """Predict an image, each image in a folder, each row of `x` in an .npz file, or each row of a table."""
     inputs, names = read_inputs(path, model)
     z = model.logits(inputs)
     p = z.softmax(dim=1)
@@ -57,8 +58,8 @@ def as_csv(predictions: Sequence[Prediction]) -> str:
 
 
 def read_inputs(path: Path, model: Model) -> tuple[Any, list[str]]:
-    """Unlabelled inputs and their names: an image, a folder of images with or without sub-folders, or `x` in an .npz
-    file. Images are converted to the size and colours of the model."""
+    """Unlabelled inputs and their names: an image, a folder of images with or without sub-folders, `x` in an .npz file,
+    or the rows of a table, counted from 1. Images are converted to the size and colours of the model."""
     if path.is_dir():
         with durable.storage_errors("read", path):
             files = sorted(file for file in path.rglob("*") if _is_image(file.relative_to(path)) and file.is_file())
@@ -66,7 +67,10 @@ def read_inputs(path: Path, model: Model) -> tuple[Any, list[str]]:
             raise DataError(f"'{path}' holds no images ({' '.join(sorted(images.SUFFIXES))})")
         return _decoded(files, model), [file.relative_to(path).as_posix() for file in files]
     if not path.exists():
-        raise DataError(f"'{path}' does not exist; pass an image, a folder of images or an .npz file with `x`")
+        raise DataError(f"'{path}' does not exist; pass an image, a folder of images, an .npz file with `x` or a table")
+    if is_table(path.name):
+        rows = read(path)
+        return _columns_of(model, path).inputs(rows), [str(row + 1) for row in range(len(rows))]
     if path.suffix == ".npz":
         x = user_data.as_inputs(user_data.Arrays(path)["x"], f"{path}: x")
         return x, [str(row) for row in range(len(x))]
@@ -74,15 +78,20 @@ def read_inputs(path: Path, model: Model) -> tuple[Any, list[str]]:
 
 
 def read_labelled(path: Path, model: Model) -> Examples:
-    """Labelled examples, from a folder of images with one sub-folder per class or an .npz file with `x` and `y`. If the
-    data names a test set, as for training (`test/`, `x_test`, rows marked `test`), only that is read."""
+    """Labelled examples, from a folder of images with one sub-folder per class, an .npz file with `x` and `y`, or a
+    table with the columns of the training data. If the data names a test set, as for training (`test/`, `x_test`, rows
+    marked `test`), only that is read."""
+    if is_table(path.name) and path.is_file():
+        return _labelled_table(path, model)
     return _labelled_folder(path, model) if path.is_dir() else _labelled_npz(path, model)
 
 
-def names_test_set(path: Path) -> bool:
+def names_test_set(path: Path, model: Model) -> bool:
     """Whether the data names a test set. If not, all of it is used, even examples that the model was trained on."""
     if path.is_dir():
         return (path / "test").is_dir()
+    if is_table(path.name):
+        return _names_test_rows(_columns_of(model, path), read(path))
     arrays = user_data.Arrays(path)
     return "x_test" in arrays or "test" in arrays
 
@@ -106,12 +115,29 @@ def _labelled_npz(path: Path, model: Model) -> Examples:
     arrays = user_data.Arrays(path)
     suffix = "_test" if "x_test" in arrays else ""
     x = user_data.as_inputs(arrays[f"x{suffix}"], f"{path}: x{suffix}")
-    y = user_data.as_labels(arrays[f"y{suffix}"], f"{path}: y{suffix}")
-    if "class_names" in arrays:  # the file may use another class order
-        names = user_data.names_of_classes(arrays, user_data.highest_label(y), len(y))
+    (y,), names = user_data.labels_of(arrays, f"y{suffix}")
+    if "class_names" in arrays or arrays[f"y{suffix}"].dtype.kind == "U":  # the file may use another class order
         y = np.array(_class_numbers(names, model, path), np.int64)[y]
     examples = model.arranged(Examples(x, y))
     return examples.take(user_data.rows_for_test(arrays, len(y))) if "test" in arrays else examples
+
+
+def _columns_of(model: Model, path: Path) -> Columns:
+    if model.columns is None:
+        raise DataError(f"'{path}' is a table; the model takes {model.takes}")
+    return model.columns
+
+
+def _labelled_table(path: Path, model: Model) -> Examples:
+    columns, rows = _columns_of(model, path), read(path)
+    names, labels = rows.names(columns.label, "class")
+    x: Any = columns.inputs(rows)
+    examples = Examples(x, torch.tensor(_class_numbers(names, model, path))[labels])
+    return examples.take(rows.test_rows(columns.test or "")) if _names_test_rows(columns, rows) else examples
+
+
+def _names_test_rows(columns: Columns, rows: Table) -> bool:
+    return columns.test is not None and rows.test_column(columns.test) in rows.columns
 
 
 def _class_numbers(names: Sequence[str], model: Model, path: Path) -> list[int]:

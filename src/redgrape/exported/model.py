@@ -7,16 +7,17 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, Literal, Self, TypeAlias
 
 import numpy as np
 import safetensors
 import torch
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError, model_validator
 from torch import Tensor
 
 from redgrape import nets, own_code, tree
 from redgrape.data.examples import WHITE, Examples, Pixels
+from redgrape.data.table import Columns, listed, of_frame
 from redgrape.determinism import same_bits_everywhere
 from redgrape.errors import ConfigError, DataError
 from redgrape.learning.sums import BATCH
@@ -26,6 +27,7 @@ from redgrape.runs import checksums, durable
 from redgrape.validation import one_line
 
 Format: TypeAlias = Literal["safetensors", "onnx"]
+Inputs: TypeAlias = Any  # a NumPy array, a tensor, or a DataFrame for a model of tables
 Forward: TypeAlias = Callable[[Tensor], Tensor]  # raw inputs of one batch -> logits
 
 FORMAT = 1
@@ -47,6 +49,13 @@ class _Input(BaseModel):
     dtype: Literal["uint8", "uint16", "float"]
     pixels: _Normalisation | None
     letterbox: bool = False
+    table: Columns | None = None
+
+    @model_validator(mode="after")
+    def _columns_fit_the_shape(self) -> Self:
+        if self.table is not None and self.shape != (self.table.width,):
+            raise ValueError(f"its columns give {self.table.width} numbers, and its shape is {list(self.shape)}")
+        return self
 
 
 class Description(BaseModel):
@@ -75,6 +84,7 @@ class Model:
     model.predict(x)      # class names
     model(x)              # probabilities, one row per example
 
+    A model trained on a table takes a DataFrame with its columns, or what `columns.inputs` makes of a table.
     `card` is the content of model.json: how the model was trained, on what data, and how well it performs.
     """
 
@@ -85,11 +95,16 @@ class Model:
         self.takes_pixels: bool = card["input"]["dtype"] != "float"
         self.letterbox: bool = card["input"].get("letterbox", False)
         self.dtype: str = card["input"]["dtype"]
+        table = card["input"].get("table")
+        self.columns = None if table is None else Columns.model_validate(table)
         self._forward = forward
 
     @property
     def takes(self) -> str:
         """The accepted inputs, in words."""
+        if self.columns is not None:
+            names = listed(column.name for column in self.columns.columns)
+            return f"tables with the columns {names}, or floats of shape [n, {self.columns.width}]"
         shapes = [self.shape]
         if self.takes_pixels and len(self.shape) == 3:
             c, h, w = self.shape
@@ -97,21 +112,23 @@ class Model:
         kind = f"{self.dtype} pixels" if self.takes_pixels else "floats"
         return f"{kind} of shape " + " or ".join(f"[{', '.join(['n', *map(str, shape)])}]" for shape in shapes)
 
-    def __call__(self, x: np.ndarray[Any, Any] | Tensor, batch: int = BATCH) -> Tensor:
+    def __call__(self, x: Inputs, batch: int = BATCH) -> Tensor:
         """Probabilities [n, C] of raw inputs, in the form of the data source."""
         return self.logits(x, batch).softmax(dim=1)
 
-    def predict(self, x: np.ndarray[Any, Any] | Tensor, batch: int = BATCH) -> list[str]:
+    def predict(self, x: Inputs, batch: int = BATCH) -> list[str]:
         return [self.class_names[c] for c in self.logits(x, batch).argmax(dim=1).tolist()]
 
-    def logits(self, x: np.ndarray[Any, Any] | Tensor, batch: int = BATCH) -> Tensor:
+    def logits(self, x: Inputs, batch: int = BATCH) -> Tensor:
         """Logits [n, C]. In batches of 256, they equal those of the run's own evaluation bit for bit."""
         if batch < 1:
             raise ConfigError(f"batch is {batch}; it must be at least 1")
+        if self.columns is not None and not isinstance(x, np.ndarray | Tensor):
+            x = self.columns.inputs(of_frame(x))
         if np.ndim(x) == 0:
             raise DataError(f"the input is a single number; the model takes {self.takes}")
         unlabelled = torch.zeros(len(x), dtype=torch.int64)
-        examples = self.arranged(Examples(x, unlabelled))  # type: ignore[arg-type]  # takes NumPy arrays too
+        examples = self.arranged(Examples(x, unlabelled))
         examples.check(len(self.class_names), "inputs")
         parts = [self.batch_logits(examples, start, batch) for start in range(0, len(examples), batch)]
         return torch.cat(parts) if parts else torch.zeros(0, len(self.class_names))
@@ -156,7 +173,7 @@ def load_model(folder: Path | str, code: Path | str | None = None) -> Model:
         raise DataError(f"'{path}' is damaged: its SHA-256 does not match model.json; export the model again")
     if description.weights.format == "onnx":
         return Model(card, _onnx_forward(data, description, path))
-    return Model(card, _torch_forward(data, description, path, _own_net(description, code)))
+    return Model(card, torch_forward(data, description, path, _own_net(description, code)))
 
 
 def _own_net(description: Description, code: Path | str | None) -> str | None:
@@ -196,7 +213,7 @@ def _read_card(folder: Path) -> tuple[dict[str, Any], Description]:
     return card, description
 
 
-def _torch_forward(data: bytes, description: Description, path: Path, name: str | None) -> Forward:
+def torch_forward(data: bytes, description: Description, path: Path, name: str | None) -> Forward:
     dtype: torch.dtype = getattr(torch, description.dtype)
     try:
         tensors = tree.from_bytes(data)

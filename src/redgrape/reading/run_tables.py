@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from redgrape.errors import ConfigError, StorageError
-from redgrape.reading import judged, terminal
+from redgrape.reading import gap, judged, terminal
 from redgrape.runs import checksums, durable
 from redgrape.runs.checksums import hash_of
 from redgrape.runs.figures import FIGURES, LONGEST, OF_MANY_CLASSES
@@ -96,7 +96,7 @@ class RunView:
 
     @property
     def label(self) -> str:
-        return run_label(self.experiment["method"])
+        return run_label(self.experiment["method"]) + gap.baseline(self.experiment)
 
     @property
     def uses_extra_data(self) -> bool:
@@ -168,8 +168,20 @@ class Result:
     on: str = "test"  # or validation, for choosing hyper-parameters
 
     def values(self, figure: str) -> list[float]:
-        values = [self._means(run).get(figure) for run in self.runs]  # older runs lack some figures
-        return [value for value in values if value is not None]
+        """The figure for each seed. Clients that were trained alone give their mean."""
+        by_seed: dict[int, list[float]] = {}
+        for run in self.runs:
+            by_seed.setdefault(run.experiment["seed"], []).extend(self.of_run(run, figure))
+        return [sum(values) / len(values) for values in by_seed.values() if values]
+
+    def of_run(self, run: RunView, figure: str) -> list[float]:
+        """The figure of one run; none if no example decides it."""
+        value = self._means(run).get(figure)  # older runs lack some figures
+        return [] if value is None else [value]
+
+    @property
+    def seeds(self) -> int:
+        return len({run.experiment["seed"] for run in self.runs})
 
     def _means(self, run: RunView) -> dict[str, Any]:
         means = _summary(run)["mean_of_last"] if self.on == "test" else _summary(run).get("validation")
@@ -195,10 +207,11 @@ def counts(results: Sequence[Result]) -> list[int] | None:
 
 
 def notes(results: Sequence[Result]) -> list[str]:
-    """Notes on classes with few examples or none."""
+    """Notes on classes with few examples or none, and on what federating gains."""
     environment = results[0].runs[0].environment or {}
     names = [terminal.printable(name) for name in environment.get("class_names", [])]
-    return judged.notes(names, counts(results), environment.get("class_counts"), results[0].on)
+    few = judged.notes(names, counts(results), environment.get("class_counts"), results[0].on)
+    return [*few, *gap.notes(results)]
 
 
 def header(results: Sequence[Result]) -> list[str]:
@@ -232,7 +245,7 @@ def cell(values: Sequence[float]) -> str:
 
 
 def rows(results: Sequence[Result]) -> list[list[str]]:
-    return [[r.title, str(len(r.runs)), *[cell(r.values(figure)) for figure in FIGURES]] for r in results]
+    return [[r.title, str(r.seeds), *[cell(r.values(figure)) for figure in FIGURES]] for r in results]
 
 
 def by_shots(results: Sequence[Result]) -> list[list[str]]:
@@ -247,7 +260,7 @@ def by_shots(results: Sequence[Result]) -> list[list[str]]:
 def caption(results: Sequence[Result]) -> str:
     rounds = sorted({len(_summary(run)["averaged_rounds"]) for r in results for run in r.runs})
     over = f"the last {rounds[0]} evaluated rounds" if len(rounds) == 1 else "the last evaluated rounds"
-    seeds = ", mean ± standard deviation over seeds" if any(len(r.runs) > 1 for r in results) else ""
+    seeds = ", mean ± standard deviation over seeds" if any(r.seeds > 1 for r in results) else ""
     extra = f";{EXTRA_DATA} uses extra balanced data at the server" if any(r.title != r.label for r in results) else ""
     return f"{results[0].on} accuracy in %, mean of {over}{seeds}{extra}"
 

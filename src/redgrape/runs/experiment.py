@@ -25,7 +25,8 @@ from pydantic import (
 from redgrape import methods, nets, own_code
 from redgrape.data.federation import FederatedData
 from redgrape.data.prepare import CUT, DataOptions
-from redgrape.data.sources import READERS
+from redgrape.data.sources import AS_THEY_ARE, READERS
+from redgrape.data.table import is_table
 from redgrape.errors import ConfigError, DataError, unknown
 from redgrape.exchange import Exchange
 from redgrape.method import Method
@@ -36,7 +37,7 @@ from redgrape.runs.checksums import hash_of
 from redgrape.tree import Tensors
 from redgrape.validation import one_line, short
 
-CLASSES = {name: 100 if name == "cifar100" else 10 for name in READERS}  # of the built-in data sets
+CLASSES = {name: {"cifar100": 100, "fars": 8}.get(name, 10) for name in READERS}  # of the built-in data sets
 DEEPEST = 100  # parts of a key; method.lam has two
 _STRICT = ConfigDict(frozen=True, strict=True, extra="forbid")
 _OF_ENCODERS = {"frozen", "head", "size"}  # keys of [net]
@@ -145,10 +146,20 @@ class Experiment(BaseModel):
     exchange: Exchange = Field(default_factory=Exchange)
     method: MethodOptions = Field(default_factory=MethodOptions)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _a_table_is_no_image(cls, values: Any) -> Any:
+        """Without a net named, a table gets one for vectors."""
+        data, net = (values.get(name, {}) for name in ("data", "net")) if isinstance(values, Mapping) else ({}, None)
+        if not isinstance(data, Mapping) or not isinstance(net, Mapping):
+            return values
+        source = str(data.get("source", ""))
+        return {**values, "net": {"name": "mlp", **net}} if is_table(source) or source in AS_THEY_ARE else values
+
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
         """Check everything that does not need the data, before any data is read."""
-        clients = self.data.clients
+        clients = self.data.clients if self.data.is_federated else 1
         natural = self.data.partition == "natural"
         if self.clients_per_round is not None and not natural and self.clients_per_round > clients:
             raise ValueError(f"clients_per_round is {self.clients_per_round}, but data.clients is only {clients}")
@@ -156,7 +167,7 @@ class Experiment(BaseModel):
         if asked is not None and self.min_answers > asked:
             raise ValueError(f"min_answers is {self.min_answers}, but a round has only {asked} clients")
         if self.data.source in READERS:
-            if natural:
+            if natural and self.data.source not in AS_THEY_ARE:
                 raise ValueError(f"data.partition is 'natural', but '{self.data.source}' names no clients; choose iid")
             if self.data.image_size is not None:
                 raise ValueError(f"data.image_size is for image folders, but '{self.data.source}' is not one")
@@ -201,6 +212,8 @@ class Experiment(BaseModel):
 
     def _clients_asked(self) -> int | None:
         """The number of clients per round. None if it depends on the data."""
+        if not self.data.is_federated:
+            return 1
         return self.clients_per_round or (None if self.data.partition == "natural" else self.data.clients)
 
     @classmethod

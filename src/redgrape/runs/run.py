@@ -412,7 +412,8 @@ def about(federation: Federation) -> dict[str, Any]:
     return {
         "split": federation.fingerprint(),
         "data": contents(federation),
-        "input": input_of(federation.input_shape, train.pixels, WHITE.get(train.x.dtype)),
+        "input": input_of(federation.input_shape, train.pixels, WHITE.get(train.x.dtype))
+        | ({} if federation.columns is None else {"table": federation.columns.model_dump()}),
         "class_names": federation.class_names,
         "class_counts": federation.class_counts.tolist(),
         "test_counts": federation.counts("test"),

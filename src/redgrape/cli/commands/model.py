@@ -29,7 +29,8 @@ def export(options: argparse.Namespace) -> None:
 
 
 def evaluate(options: argparse.Namespace) -> None:
-    scores = _scores_of_run(options) if (options.model / "experiment.toml").exists() else _scores_of_model(options)
+    is_run = (options.model / "experiment.toml").exists()
+    scores = _scores_of_run(options) if is_run and options.data is None else _scores_of_model(options)
     if options.json:
         print(json.dumps(scores))
         return
@@ -58,16 +59,16 @@ def evaluate(options: argparse.Namespace) -> None:
 
 
 def _scores_of_model(options: argparse.Namespace) -> dict[str, Any]:
+    from redgrape.exported.export import open_model
     from redgrape.exported.inference import evaluate_model, names_test_set, read_labelled
-    from redgrape.exported.model import load_model
 
     if options.data is None:
         raise ConfigError(
             f"'{options.model}' is not a run, so it has no test set; name labelled data: redgrape evaluate MODEL DATA"
         )
-    model = load_model(options.model, options.code)
+    model = open_model(options.model, options.code)
     scores = evaluate_model(model, read_labelled(options.data, model))
-    if not names_test_set(options.data):
+    if not names_test_set(options.data, model):
         print(
             f"note: '{printable(options.data)}' names no test set, so all of it was used; examples from training "
             "make the figures look too good",
@@ -79,11 +80,6 @@ def _scores_of_model(options: argparse.Namespace) -> dict[str, Any]:
 def _scores_of_run(options: argparse.Namespace) -> dict[str, Any]:
     from redgrape.exported.own_test import evaluate_run
 
-    if options.data is not None:
-        raise ConfigError(
-            f"'{options.model}' is a run, which has its own test set; for other data export its model first: "
-            f"redgrape export {options.model} MODEL"
-        )
     return evaluate_run(options.model, options.data_root)
 
 
@@ -127,11 +123,11 @@ def _table(title: str, columns: Sequence[str]) -> Table:
 
 
 def predict(options: argparse.Namespace) -> None:
+    from redgrape.exported.export import open_model
     from redgrape.exported.inference import as_csv, predict_file
-    from redgrape.exported.model import load_model
     from redgrape.runs import durable
 
-    predictions = predict_file(options.data, load_model(options.model, options.code))
+    predictions = predict_file(options.data, open_model(options.model, options.code))
     if options.out is not None:
         durable.replace_file(options.out, as_csv(predictions).encode())
     if options.json:

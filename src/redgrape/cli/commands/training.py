@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from redgrape.cli.progress import Progress
-from redgrape.errors import ConfigError, DataError, StorageError, enough_memory
+from redgrape.data.prepare import prepare
+from redgrape.errors import ConfigError, DataError, StorageError, enough_memory, unknown
 from redgrape.privacy.disclosure import disclosed, leak_in_one_line
 from redgrape.reading import run_tables
 from redgrape.reading.terminal import lines, printable
@@ -59,15 +60,16 @@ def resume(options: argparse.Namespace) -> None:
 def compare(options: argparse.Namespace) -> None:
     """Train several methods on the same split and seeds."""
     cells: list[tuple[str, Experiment, Path]] = []
-    for spec in options.methods:
+    for spec in sorted(options.methods, key=lambda spec: "@" in spec):  # baselines last
         for seed in options.seeds or [None]:
             values = described(options)
-            with_method(values, spec)
+            where = with_method(values, spec)
             experiment = Experiment.parse(values if seed is None else {**values, "seed": seed})
-            path = options.out / f"{_file_name(spec)}-seed{experiment.seed}"
-            if any(path == other for *_, other in cells):
-                raise ConfigError(f"'{spec}' would run twice in '{path}'; name every method once")
-            cells.append((spec, experiment, path))
+            for name, each in _at(where, experiment, options):
+                path = options.out / f"{_file_name(spec)}{name}-seed{experiment.seed}"
+                if any(path == other for *_, other in cells):
+                    raise ConfigError(f"'{spec}' would run twice in '{path}'; name every method once")
+                cells.append((spec, each, path))
     if options.dry_run:
         for spec, experiment, path in cells:
             if options.json:
@@ -81,7 +83,7 @@ def compare(options: argparse.Namespace) -> None:
     for spec, experiment, path in cells:
         is_new = not (path / "experiment.toml").is_file()
         folder = RunFolder.create(path, experiment) if is_new else RunFolder.open(path)
-        label = spec if len(cells) == len(options.methods) else f"{spec} seed {experiment.seed}"
+        label = spec if len(cells) == len(options.methods) else f"{spec} {_told_apart(experiment)}"
         if carry_out(folder, options, label=label):
             tell_leak(folder, options)
         finished.append((spec, run_tables.RunView.read(path)))
@@ -114,21 +116,48 @@ def described(options: argparse.Namespace) -> dict[str, Any]:
     return values
 
 
-def with_method(values: dict[str, Any], spec: str) -> None:
+def with_method(values: dict[str, Any], spec: str) -> str:
     """Put `redgrape:lam=0.2,exchange.preset=private` into the values. A key without a section is a hyper-parameter
-    of the method. Other flags apply to all methods."""
+    of the method. Other flags apply to all methods. Return where the method is to be trained, `alone` or `pooled` in
+    `redgrape@alone`, or an empty string for the federation."""
     name, _, settings = spec.partition(":")
+    name, at, where = name.partition("@")
+    if at:
+        if where not in ("alone", "pooled"):
+            raise unknown("baseline", where, ["alone", "pooled"])
+        for key in ("clients_per_round", "min_answers", "exchange"):  # nothing is exchanged
+            values.pop(key, None)
     method = values.setdefault("method", {})
     if not isinstance(method, dict):
         raise ConfigError(f"method is {method!r} in the experiment; it must be a section, [method]")
     method["name"] = name
     for assignment in filter(None, settings.split(",")):
         override(values, assignment if "." in assignment.partition("=")[0] else f"method.{assignment}")
+    return where
+
+
+def _at(where: str, experiment: Experiment, options: argparse.Namespace) -> list[tuple[str, Experiment]]:
+    """The experiments to train, each with what tells its folder apart: one, or one for each client alone."""
+    if where != "alone":
+        return [("", _with_data(experiment, pooled=True) if where else experiment)]
+    federation = prepare(experiment.data, experiment.seed, options.data_root)
+    held = [(k, name) for k, name in enumerate(federation.client_names) if federation.size(k)]
+    return [(f"-{k}-{_file_name(name)}", _with_data(experiment, alone=name)) for k, name in held]
+
+
+def _with_data(experiment: Experiment, **changed: Any) -> Experiment:
+    values = experiment.resolved()
+    return Experiment.parse({**values, "data": {**values["data"], **changed}})
 
 
 def run_name(experiment: Experiment) -> str:
     method, source = Path(experiment.method.name).stem, Path(experiment.data.source).stem
     return f"{_file_name(f'{method}-{source}')}-seed{experiment.seed}-{experiment.hash()[:8]}"
+
+
+def _told_apart(experiment: Experiment) -> str:
+    alone = "" if experiment.data.alone is None else f"{experiment.data.alone} "
+    return f"{alone}seed {experiment.seed}"
 
 
 def _file_name(text: str) -> str:

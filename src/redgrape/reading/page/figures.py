@@ -27,8 +27,10 @@ from typing import Any
 import tomli_w
 
 from redgrape.reading import judged
+from redgrape.reading.gap import baseline
+from redgrape.reading.gap import notes as gap_notes
 from redgrape.reading.page.reading import Reading
-from redgrape.reading.run_tables import EXTRA_DATA, cell, other_data, run_label
+from redgrape.reading.run_tables import EXTRA_DATA, Result, cell, other_data, run_label
 from redgrape.reading.terminal import printable
 from redgrape.runs.figures import FIGURES, unpacked
 
@@ -220,20 +222,21 @@ def _settings(readings: Mapping[str, Reading], runs: Mapping[str, Any]) -> list[
         whole = {name: values.get(name, defaults.get(name)) for name in names}
         whole[""] = other.get(readings[key].view.path, "")
         together.setdefault(json.dumps(whole, sort_keys=True, default=str), []).append(key)
-    groups = list(together.values())
+    groups = [sorted(keys, key=lambda k: bool(baseline(readings[k].view.experiment))) for keys in together.values()]
     firsts = [readings[keys[0]].view.experiment for keys in groups]
     why = [other.get(readings[keys[0]].view.path, "") for keys in groups]
     titles = [_title(e) + (", other data" if reason else "") for e, reason in zip(firsts, why, strict=True)]
     titles = _distinct(titles, [{**e, "method": {}, "seed": 0} for e in firsts])
+    methods = [_methods(keys, readings, runs) for keys in groups]
     return [
         {
             "title": title,
             "facts": _facts([readings[key] for key in keys])
             + ([["Not to be compared with others", text(reason)]] if reason else []),
-            "notes": _notes(readings[keys[0]], runs[keys[0]]["tested"]),
-            "methods": _methods(keys, readings, runs),
+            "notes": _notes(readings[keys[0]], runs[keys[0]]["tested"]) + _gap(here, readings),
+            "methods": here,
         }
-        for title, keys, reason in zip(titles, groups, why, strict=True)
+        for title, keys, reason, here in zip(titles, groups, why, methods, strict=True)
     ]
 
 
@@ -247,9 +250,9 @@ def _notes(reading: Reading, tested: Sequence[Any] | None) -> list[str]:
 
 
 def _shared(experiment: Mapping[str, Any]) -> dict[str, Any]:
-    """Everything that determines a result, except method and seed."""
-    apart = ("method", "seed", "checkpoint_every", "evaluate_every")
-    return dict(_flat({name: value for name, value in experiment.items() if name not in apart}))
+    """Everything that determines a result, except method, seed, and whether clients are alone or pooled."""
+    apart = ("method", "seed", "checkpoint_every", "evaluate_every", "data.alone", "data.pooled")
+    return {name: value for name, value in _flat(experiment) if not name.startswith("method.") and name not in apart}
 
 
 def _defaults() -> dict[str, Any]:
@@ -262,21 +265,22 @@ def _defaults() -> dict[str, Any]:
 def _methods(keys: Sequence[str], readings: Mapping[str, Reading], runs: Mapping[str, Any]) -> list[dict[str, Any]]:
     together: dict[str, list[str]] = {}
     for key in keys:
-        method = readings[key].view.experiment["method"]
-        together.setdefault(json.dumps(method, sort_keys=True, default=str), []).append(key)
+        experiment = readings[key].view.experiment
+        told = json.dumps(experiment["method"], sort_keys=True, default=str) + baseline(experiment)
+        together.setdefault(told, []).append(key)
     groups = list(together.values())
     experiments = [readings[members[0]].view.experiment for members in groups]
-    labels = _distinct([text(run_label(e["method"])) for e in experiments], [e["method"] for e in experiments])
+    titles = [text(run_label(e["method"]) + baseline(e)) for e in experiments]
+    labels = _distinct(titles, [e["method"] for e in experiments])
     methods = []
     for label, members, experiment in zip(labels, groups, experiments, strict=True):
         file = f"{re.sub(r'[^A-Za-z0-9_.=-]+', '-', label).strip('-.') or 'experiment'}.toml"
         extra = any(readings[key].view.uses_extra_data for key in members)
-        results = [runs[key]["result"] for key in members]
         methods.append(
             {
                 "label": label + (EXTRA_DATA if extra else ""),
                 "runs": members,
-                "cells": [cell([r[f] for r in results if r[f] is not None]) for f in FIGURES],
+                "cells": [cell(_by_seed([runs[key] for key in members], figure)) for figure in FIGURES],
                 "hyper": [[text(name), text(value)] for name, value in experiment["method"].items()],
                 "file": file,
                 "toml": tomli_w.dumps(experiment),
@@ -284,6 +288,20 @@ def _methods(keys: Sequence[str], readings: Mapping[str, Reading], runs: Mapping
             }
         )
     return methods
+
+
+def _by_seed(runs: Sequence[Mapping[str, Any]], figure: str) -> list[float]:
+    """The figure for each seed. Clients that were trained alone give their mean."""
+    seeds = dict.fromkeys(run["seed"] for run in runs)
+    means = [_mean(run["result"][figure] for run in runs if run["seed"] == seed) for seed in seeds]
+    return [mean for mean in means if mean is not None]
+
+
+def _gap(methods: Sequence[Mapping[str, Any]], readings: Mapping[str, Reading]) -> list[str]:
+    """What federating gains, once runs of clients alone or of pooled data are finished."""
+    views = {method["label"]: [readings[key].view for key in method["runs"]] for method in methods}
+    finished = [Result(label, of_method) for label, of_method in views.items() if all(v.summary for v in of_method)]
+    return [text(note) for note in gap_notes(finished)]
 
 
 def _distinct(titles: Sequence[str], values: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -649,7 +649,7 @@ function resultsCard() {
     });
     const finished = runsOf(method).every((run) => run.state === "finished");
     const progress = runsOf(method).map((run) => `${run.done}/${run.rounds}`).join(", ");
-    return [wide(method.label), ...cells, finished ? plural(method.runs.length, "seed") : progress];
+    return [wide(method.label), ...cells, finished ? plural(new Set(method.runs.map((id) => data.runs[id].seed)).size, "seed") : progress];
   });
   return card("Results", known(words).join(" "),
     table(["method", ...Object.values(FIGURES).map((title) => `${title}, %`), "runs"], rows));

