@@ -220,7 +220,7 @@ def test_clients_alike_need_no_survey() -> None:
     assert exchanged(Vine(weights="alike", margin=0.0), _site())[1] == {}
     with pytest.raises(ConfigError, match="weights=alike asks nobody"):
         Vine(weights="alike", margin=0.0, min_holders=2)
-    with pytest.raises(ConfigError, match=r"margin is 0\.5, and weights=alike asks nobody"):
+    with pytest.raises(ConfigError, match=r"margin is 0\.25, and weights=alike asks nobody"):
         Vine(weights="alike")
 
 

@@ -56,7 +56,7 @@ class Vine(FedAvg):
     weights: Literal["holders", "counts", "alike"] = Field(
         "holders", description="weights within a class: 1 / H_c, by examples, or 1 / K, which needs no survey"
     )
-    margin: float = Field(0.5, ge=0, le=100, description="tau: the class prior's weight in the logits of M_k")
+    margin: float = Field(0.25, ge=0, le=100, description="tau: the class prior's weight in the logits of M_k")
     min_holders: int = Field(1, ge=1, le=10**6, description="leave out a class that fewer clients hold")
     correction: Literal["none", "real"] = Field("none", description="follow own examples of a class within a round")
     threshold: int = Field(8, ge=1, le=10**9, description="T: examples of a class that the correction uses")
