@@ -142,18 +142,20 @@ def test_classes_with_few_holders_are_left_out_by_everybody(margin: float) -> No
 
 
 def test_a_margin_is_the_gradient_of_logit_adjusted_losses() -> None:
-    """Against autograd: G is the sum over the classes of the gradient of their mean loss CE(z + tau log pi, y)."""
+    """Against autograd: G is the gradient of the classes' mean losses CE(z + tau log pi, y), weighted by pi^tau, whose
+    mean is scaled to 1."""
     method = Vine(margin=0.7, **SMALL)
     (state,) = trained(method, rounds=1)
     data, model = federation(), net()
     counts = torch.tensor(SIZES).sum(dim=0).double()
+    share = (counts / counts.sum()) ** 0.7
     loss = torch.zeros((), dtype=torch.float64)
     for k in range(len(SIZES)):
         mine = data.client(k)
         x, y = mine.inputs(torch.arange(len(mine)), torch.float64), mine.labels
-        each = nn.functional.cross_entropy(model(x) + 0.7 * torch.log(counts / counts.sum()), y, reduction="none")
+        each = nn.functional.cross_entropy(model(x) + share.log(), y, reduction="none")
         for c in y.unique():
-            loss = loss + each[y == c].mean() * state.server["class_weights"][c]
+            loss = loss + each[y == c].mean() * share[c] / share.mean() * state.server["class_weights"][c]
     gradients = torch.autograd.grad(loss, list(model.classifier.parameters()))
     for name, g in zip(("weight", "bias"), gradients, strict=True):
         close(state.server["G"][name], g)
@@ -220,7 +222,7 @@ def test_clients_alike_need_no_survey() -> None:
     assert exchanged(Vine(weights="alike", margin=0.0), _site())[1] == {}
     with pytest.raises(ConfigError, match="weights=alike asks nobody"):
         Vine(weights="alike", margin=0.0, min_holders=2)
-    with pytest.raises(ConfigError, match=r"margin is 0\.25, and weights=alike asks nobody"):
+    with pytest.raises(ConfigError, match=r"margin is 0\.5, and weights=alike asks nobody"):
         Vine(weights="alike")
 
 

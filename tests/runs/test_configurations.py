@@ -102,6 +102,8 @@ def test_every_number_has_bounds(key: str) -> None:
     """So that none meets a float32 or a size that cannot hold it: floats on both sides, whole numbers from above."""
     field = FIELDS[key]
     kinds, bounds = kinds_of(field), list(field.metadata)
+    if get_args(field.annotation) == (str, ...):
+        return
     if get_origin(field.annotation) is tuple:
         number, _ = get_args(get_args(field.annotation)[0])  # or a name
         kinds, *elements = get_args(number)

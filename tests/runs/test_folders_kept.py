@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import safetensors.torch
 
-from redgrape import methods
+from redgrape import own_code
 from redgrape.cli import main as cli
 from redgrape.errors import StorageError
 from redgrape.reading.run_tables import RunView
@@ -237,7 +237,7 @@ def test_whoever_only_looks_imports_no_method(
 ) -> None:
     """A method of one's own is code; a run records what is to be known of it."""
     imported: list[Path] = []
-    monkeypatch.setattr(methods, "_from_file", imported.append)
+    monkeypatch.setattr(own_code, "from_file", lambda path, what: imported.append(path))
     readers: list[list[object]] = [
         ["ls", run],
         ["show", run],

@@ -6,9 +6,9 @@ a secure sum nobody sees the gradient of a single class or client. H_c clients h
 
     survey  H_c and the class counts, secure sums; a class with H_c < min_holders is left out
     server  sends theta^{t-1} and G
-    client  1  M_k <- sum_i (p_i - e_{y_i}) [h_i; 1]^T / (H_{y_i} n_{k,y_i}) at the received model: its part of the sum
-               over the classes of the mean over their holders. p_i = softmax(z_i + tau log pi), with tau the margin and
-               pi the class shares: a rare class that is memorised (p = 1 without the margin) still pulls
+    client  1  M_k <- sum_i m_{y_i} (p_i - e_{y_i}) [h_i; 1]^T / (H_{y_i} n_{k,y_i}) at the received model: its part of
+               the sum over the classes of the mean over their holders. p_i = softmax(z_i + log m), m = pi^tau with tau
+               the margin and pi the class shares: a rare class that is memorised (p = 1 at tau = 0) still pulls
             2  for each local step, with W_hat beside W as in RedGrape:
                   g_bal <- G / C [ + 1/C sum_{c in L_bal} (grad_c(D_bal; now) - grad_c(D_bal; received)) ]
                   W <- W - eta_l [ g_local + lambda g_bal ||g_local|| / ||g_bal|| ]              RedGrape's Eq. (12)
@@ -56,7 +56,7 @@ class Vine(FedAvg):
     weights: Literal["holders", "counts", "alike"] = Field(
         "holders", description="weights within a class: 1 / H_c, by examples, or 1 / K, which needs no survey"
     )
-    margin: float = Field(0.25, ge=0, le=100, description="tau: the class prior's weight in the logits of M_k")
+    margin: float = Field(0.5, ge=0, le=1, description="tau: 0 re-weights classes, 1 adds log pi to the logits of M_k")
     min_holders: int = Field(1, ge=1, le=10**6, description="leave out a class that fewer clients hold")
     correction: Literal["none", "real"] = Field("none", description="follow own examples of a class within a round")
     threshold: int = Field(8, ge=1, le=10**9, description="T: examples of a class that the correction uses")
@@ -106,8 +106,10 @@ class Vine(FedAvg):
             weights = torch.where(holders >= self.min_holders, 1 / number.double().clamp(min=1), 0.0)
         server: dict[str, Any] = {"model": model, "G": _zeros(W), "class_weights": weights}
         if self.margin or self.min_holders > 1:
-            tau_log_pi = self.margin * log_prior(site.survey["class_counts"]) if self.margin else torch.zeros(())
-            server["margin"] = torch.where(weights > 0, tau_log_pi.double(), LEFT_OUT)
+            counts = site.survey["class_counts"] if self.margin else torch.ones_like(weights)
+            tau_log_pi = torch.where(weights > 0, self.margin * log_prior(counts), LEFT_OUT)
+            kept = (weights > 0).double().sum().clamp(min=1)
+            server["margin"] = tau_log_pi - (tau_log_pi.logsumexp(0) - kept.log())  # the mean of pi^tau is 1
         if self.two_stream:
             server["W_hat"] = classifier.first(W, self.extra_init, site.generator("W_hat"))
         return server
@@ -148,9 +150,10 @@ class Vine(FedAvg):
     def _summed_gradient(self, net: Net, broadcast: Tree, site: ClientSite) -> Tensors:
         """M_k, at the received model in evaluation mode."""
         own = site.class_counts.clamp(min=1) if self.weights != "counts" else torch.ones_like(site.class_counts)
-        weights = (broadcast["class_weights"] / own).to(site.device, net.classifier.weight.dtype)
+        margin = _margin(broadcast, net)
+        weights = (broadcast["class_weights"] / own).to(margin) * margin.exp()
         batches = classifier.encoded(net, site, torch.arange(len(site.data)))
-        gradient = classifier.weighted_gradient(net.classifier, batches, weights, _margin(broadcast, net))
+        gradient = classifier.weighted_gradient(net.classifier, batches, weights, margin)
         return {name: g.cpu() for name, g in gradient.items()}
 
     def server_update(self, server: Tree, received: Received, site: ServerSite) -> Tree:
@@ -194,21 +197,21 @@ class Balance:
         if self.drawn is None:
             return self.G
         now = self._on_real_data()
-        return {name: g + now[name] - self.received[name] for name, g in self.G.items()}
+        return {name: g + (now[name] - self.received[name]) for name, g in self.G.items()}
 
     def _on_real_data(self) -> Tensors:
         """The sum over L_bal of grad_c(D_bal), the mean gradient of each class."""
         assert self.drawn is not None
         x, y = self.drawn
-        summed = classifier.summed_gradient(
-            self.net.classifier, features(self.net.encoder, x, "running"), y, self.margin
-        )
-        return {name: g / self.method.threshold for name, g in summed.items()}
+        batches = [(features(self.net.encoder, x, "running"), y)]
+        weights = self.margin.exp() / self.method.threshold
+        return classifier.weighted_gradient(self.net.classifier, batches, weights, self.margin)
 
 
-def _margin(broadcast: Tree, net: Net) -> Tensor | float:
-    """tau log pi, added to the logits of M_k; LEFT_OUT for classes without enough holders."""
-    return broadcast["margin"].to(net.classifier.weight) if "margin" in broadcast else 0.0
+def _margin(broadcast: Tree, net: Net) -> Tensor:
+    """tau log pi, added to the logits of M_k; LEFT_OUT for classes without enough holders. Its exp weights a class."""
+    weight = net.classifier.weight
+    return broadcast["margin"].to(weight) if "margin" in broadcast else torch.zeros_like(weight[:, 0])
 
 
 def _zeros(like: Tensors) -> Tensors:
