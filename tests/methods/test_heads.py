@@ -142,8 +142,10 @@ def test_the_correction_makes_the_mean_distance_right() -> None:
         torch.full((draws,), float(n)), means, torch.ones(d).double(), torch.eye(d).double()
     )
     for rho, bias in ((1.0, 0.0), (0.0, -d / (2 * n))):
-        W, b = spread.discriminant(0.5, rho)
-        assert float((W @ x + b).mean()) == pytest.approx(bias, abs=0.05)  # the true mean is zero, and so is its score
+        W, b = spread.discriminants([0.5], [rho])
+        assert float((W[0] @ x + b[0, 0]).mean()) == pytest.approx(
+            bias, abs=0.05
+        )  # the true mean is zero, and so is its score
 
 
 def test_ncm_is_lda_with_full_shrinkage_and_chooses_the_nearest_mean() -> None:

@@ -10,6 +10,7 @@ mean zero is at least zero, so it never wins. Everything is in float64; the head
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -34,9 +35,9 @@ def zeros(model: Tensors, site: Site) -> Tensors:
     return {"examples": torch.zeros(C, dtype=torch.int64), **sums}
 
 
-def part(model: Tensors, site: Site) -> Sum:
-    """The sums as a part of an update. Each client adds its own once."""
-    return Sum(zeros(model, site), running=True, counted="examples")
+def part(sums: Tensors) -> Sum:
+    """Sums like these as a part of an update. Each client adds its own once."""
+    return Sum(sums, running=True, counted="examples")
 
 
 def of_rows(net: Net, site: ClientSite, rows: Tensor) -> Tensors:
@@ -94,8 +95,8 @@ class Spread(NamedTuple):
         values, vectors = torch.linalg.eigh(within / (n.sum() - len(n)).clamp(min=1))
         return cls(n, means, values.clamp(min=0), vectors)  # below zero is rounding
 
-    def discriminant(self, g: float, rho: float) -> tuple[Tensor, Tensor]:
-        """LDA for equally likely classes, as W [H, d] and b [H].
+    def discriminants(self, g: Sequence[float], rho: Sequence[float]) -> tuple[Tensor, Tensor]:
+        """LDA for equally likely classes, for each g and rho: W [G, H, d] and b [G, R, H].
 
             P = ((1 - g) S + g tr(S)/d I)^-1,   d_eff = tr(P S)
             w_c = P mu_c,   b_c = -1/2 (mu_c^T P mu_c - rho d_eff / N_c)
@@ -103,10 +104,12 @@ class Spread(NamedTuple):
         A mean of n examples is longer than the true one: E |mu_hat|^2 = |mu|^2 + tr(S) / n. Without the last term the
         score of a rare class would be too low by d_eff / (2 n). If the examples of each class are all alike, P = I.
         """
-        shrunk = (1 - g) * self.values + g * self.values.mean()
-        inverse = 1 / shrunk.clamp(min=_FLAT * float(shrunk.max())) if shrunk.any() else torch.ones_like(shrunk)
-        W = (self.means @ self.vectors * inverse) @ self.vectors.T
-        return W, -0.5 * ((W * self.means).sum(dim=1) - rho * (inverse * self.values).sum() / self.examples)
+        shrunk = torch.stack([(1 - v) * self.values + v * self.values.mean() for v in g])
+        largest = shrunk.amax(dim=1, keepdim=True)
+        inverse = torch.where(largest > 0, 1 / torch.maximum(shrunk, _FLAT * largest), 1.0)
+        W = (self.means @ self.vectors * inverse[:, None]) @ self.vectors.T
+        excess = (inverse @ self.values)[:, None, None] / self.examples * W.new_tensor(rho)[:, None]
+        return W, -0.5 * ((W * self.means).sum(dim=2)[:, None] - excess)
 
 
 def ridge(sums: Tensors, r: float, *, constant: bool) -> tuple[Tensor, Tensor]:
@@ -122,18 +125,36 @@ def ridge(sums: Tensors, r: float, *, constant: bool) -> tuple[Tensor, Tensor]:
     return solved[:, :-1], solved[:, -1]
 
 
+def class_losses(net: Net, site: ClientSite, rows: Tensor, heads: Tensors) -> Tensor:
+    """The cross-entropy of each head, of weight [G, C, d] and bias [G, R, C], summed over these rows of each class:
+    [C, G, R]."""
+    W, b = (heads[name].to(site.device) for name in ("weight", "bias"))
+    total = torch.zeros(W.shape[1], *b.shape[:2], dtype=torch.float64, device=site.device)
+    for h, y in encoded(net, site, rows):
+        for g in range(len(W)):
+            z = (h @ W[g].T)[:, None] + b[g]
+            own = z.gather(2, y[:, None, None].expand(-1, b.shape[1], 1))[:, :, 0]
+            total[:, g].index_add_(0, y, (z.logsumexp(dim=2) - own).double())
+    return total.cpu()
+
+
+def of_all_classes(examples: Tensor, W: Tensor, b: Tensor) -> Tensors:
+    """weight [..., C, d] and bias [..., C] from those of the H classes that have examples."""
+    held = examples > 0
+    weight = W.new_zeros(*W.shape[:-2], len(held), W.shape[-1])
+    bias = b.new_full((*b.shape[:-1], len(held)), _ABSENT)
+    weight[..., held, :], bias[..., held] = W - W.mean(dim=-2, keepdim=True), b - b.mean(dim=-1, keepdim=True)
+    return {"weight": weight, "bias": bias}
+
+
 def with_head(model: Tensors, sums: Tensors, W: Tensor, b: Tensor) -> Tensors:
     """The model with the head W [H, d], b [H] of the classes that have examples.
 
     A classifier without a bias gets W + b u^T with u = Q^+ sum_c s_c, the least-squares solution of u h = 1. This is
     exact if some combination of the features is constant.
     """
-    held = sums["examples"] > 0
-    weight = torch.zeros_like(sums["first"])
-    bias = torch.full((len(held),), _ABSENT, dtype=torch.float64)
-    weight[held], bias[held] = W - W.mean(dim=0), b - b.mean()
+    head = of_all_classes(sums["examples"], W, b)
     if "classifier.bias" not in model:
         u = torch.linalg.pinv(second_moment(sums), hermitian=True) @ sums["first"].sum(dim=0)
-        weight += bias[:, None] * u
-    head = {"classifier.weight": weight, "classifier.bias": bias}
-    return {name: head[name].to(t.dtype) if name in head else t for name, t in model.items()}
+        head["weight"] += head.pop("bias")[:, None] * u
+    return {**model, **{f"classifier.{name}": t.to(model[f"classifier.{name}"].dtype) for name, t in head.items()}}

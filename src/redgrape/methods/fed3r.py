@@ -45,7 +45,7 @@ class Fed3R(Method):
     sums_of_states: ClassVar[tuple[str, ...]] = ("sums",)
 
     def parts(self, model: Tensors, site: Site) -> Parts:
-        return {"sums": class_statistics.part(model, site)}
+        return {"sums": class_statistics.part(class_statistics.zeros(model, site))}
 
     def init_server(self, model: Tensors, site: ServerSite) -> Tree:
         return {"model": model, "sums": class_statistics.zeros(model, site)}

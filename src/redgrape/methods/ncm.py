@@ -43,7 +43,7 @@ class NCM(Method):
     sums_of_states: ClassVar[tuple[str, ...]] = ("sums",)
 
     def parts(self, model: Tensors, site: Site) -> Parts:
-        return {"sums": class_statistics.part(model, site)}
+        return {"sums": class_statistics.part(class_statistics.zeros(model, site))}
 
     def init_server(self, model: Tensors, site: ServerSite) -> Tree:
         return {"model": model, "sums": class_statistics.zeros(model, site)}
@@ -65,8 +65,8 @@ class NCM(Method):
             return server
         sums = class_statistics.added(server["sums"], new)
         rho = class_statistics.usual_rho(site.num_classes) if self.rho is None else self.rho
-        W, b = class_statistics.Spread.of(sums).discriminant(g=1.0, rho=rho)
-        return {"model": class_statistics.with_head(server["model"], sums, W, b), "sums": sums}
+        W, b = class_statistics.Spread.of(sums).discriminants(g=[1.0], rho=[rho])
+        return {"model": class_statistics.with_head(server["model"], sums, W[0], b[0, 0]), "sums": sums}
 
     def log(self, server: Tree, received: Received) -> Mapping[str, Tensor]:
         return {"class_examples": server["sums"]["examples"]}
