@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -16,7 +17,7 @@ import redgrape as rg
 import toys
 from redgrape import tree
 from redgrape.data.federation import Declared
-from redgrape.determinism import same_bits_everywhere
+from redgrape.determinism import same_bits_everywhere, torch_stream
 from redgrape.engines import StateLost
 from redgrape.engines.in_process import InProcess
 from redgrape.errors import ConfigError
@@ -25,7 +26,7 @@ from redgrape.exchange.checks import Inspection, UpdateRejected
 from redgrape.exchange.plausible import measured, outliers
 from redgrape.learning import class_statistics
 from redgrape.methods.fed3r import Fed3R
-from redgrape.methods.lda import LDA
+from redgrape.methods.lda import LDA, VALUES
 from redgrape.methods.ncm import NCM
 from redgrape.training import Training
 
@@ -284,6 +285,60 @@ def test_floors_hold_classes_back() -> None:
 def test_what_would_change_the_sums_is_refused(settings: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=r"running sum.*choose another method"):
         trained(LDA(), in_turns(pooled(), 8), exchange=Exchange(**settings))
+
+
+# g and rho by held-out examples
+
+
+def shares(data: rg.Federation, k: int) -> tuple[Tensor, Tensor]:
+    """The rows of a client that make the heads, and those that judge them."""
+    draws = torch.rand(data.size(k), generator=torch_stream(4, "held out", k))
+    return (draws >= 0.3).nonzero().flatten(), (draws < 0.3).nonzero().flatten()
+
+
+@pytest.mark.parametrize("summed", [False, True])
+def test_the_head_with_the_smallest_mean_loss_of_a_class_is_taken(summed: bool) -> None:
+    """Recomputed on the pooled shares: heads of one share, losses on the other, and the last head of both."""
+    data = in_turns(pooled([[80, 40, 20, 9]]))
+    first, second, third = trained(LDA(held_out=0.3), data, rounds=3, engine=partial(toys.Summing) if summed else None)
+    clients = [data.client(k) for k in range(data.num_clients)]
+    fitted, judging = ([client.take(shares(data, k)[which]) for k, client in enumerate(clients)] for which in (0, 1))
+    h, y = (torch.cat(parts) for parts in zip(*((features(e), e.labels) for e in fitted), strict=True))
+    held_h, held_y = (torch.cat(parts) for parts in zip(*((features(e), e.labels) for e in judging), strict=True))
+    assert first.record["class_examples"] == torch.bincount(y).tolist()
+    assert first.record["chosen"] == [0.5, 1.0]
+    losses = {}
+    for g, rho in itertools.product(VALUES[1:], VALUES):
+        W, b = textbook(h, y, g, rho)
+        each = nn.functional.cross_entropy(held_h @ W.T + b, held_y, reduction="none")
+        losses[g, rho] = float(torch.stack([each[held_y == c].mean() for c in range(C)]).mean())
+    g, rho = min(losses, key=lambda knobs: losses[knobs])
+    assert second.record["chosen"] == [g, rho] != [0.5, 1.0]
+    assert second.record["class_examples"] == [80, 40, 20, 9]
+    for found, expected in zip(head(second), head(trained(LDA(g=g, rho=rho), data)[0]), strict=True):
+        close(found, expected, 1e-6 if summed else 1e-9)
+    assert tree.equal(second.server, third.server)
+
+
+@pytest.mark.parametrize(("given", "kept"), [({"g": 0.25}, 0), ({"rho": 0.25}, 1), ({"g": 0.25, "rho": 0.25}, None)])
+def test_what_is_given_is_not_chosen(given: dict[str, float], kept: int | None) -> None:
+    chosen = trained(LDA(held_out=0.3, **given), in_turns(pooled()), rounds=2)[1].record["chosen"]
+    assert chosen == [0.25, 0.25] if kept is None else chosen[kept] == 0.25 and chosen[1 - kept] in VALUES
+
+
+def test_nobody_judges_a_head_that_its_own_held_out_examples_made() -> None:
+    """With sampled clients too: what a client sends at its second visit is not yet in the heads that it gets then."""
+    data = in_turns(pooled(), 5)
+    visits = [0] * 5
+    expected = torch.zeros(C, dtype=torch.int64)
+    for state in trained(LDA(held_out=0.3), data, rounds=15, clients_per_round=2):
+        for k in state.record["answered"]:
+            if visits[k] < 2:
+                rows = shares(data, k)[visits[k]]
+                expected += torch.bincount(data.client(k).labels[rows], minlength=C)
+            visits[k] += 1
+        assert state.record["class_examples"] == expected.tolist()
+    assert min(visits) >= 2 and expected.tolist() == list(data.class_counts)
 
 
 # Lies

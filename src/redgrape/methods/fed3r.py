@@ -1,6 +1,6 @@
 """Fed3R: ridge regression to the labels from sums over the clients, without training.
 
-Fani et al., "Accelerating Heterogeneous Federated Learning with Closed-form Classifiers", ICML 2024,
+Fanì et al., "Accelerating Heterogeneous Federated Learning with Closed-form Classifiers", ICML 2024,
 https://arxiv.org/abs/2406.01116. Every example counts alike, so rare classes lose.
 
     client  n_k[c], s_k[c] = sum h over its examples of class c, Q_k = sum h h^T        once
