@@ -33,6 +33,7 @@ from pydantic import Field
 from torch import Tensor
 
 from redgrape import determinism
+from redgrape.errors import ConfigError
 from redgrape.exchange import Parts, Received
 from redgrape.learning import class_statistics
 from redgrape.method import ClientSite, Method, ServerSite, Site
@@ -83,6 +84,10 @@ class LDA(Method):
         return g, rho
 
     def init_server(self, model: Tensors, site: ServerSite) -> Tree:
+        if self.held_out and site.rounds < 2:
+            raise ConfigError(
+                f"method.held_out is {self.held_out:g}, and g and rho are chosen in a second round; set rounds=2"
+            )
         return {"model": model, "sums": self._zeros(model, site)}
 
     def broadcast(self, server: Tree) -> Tree:
