@@ -174,6 +174,8 @@ def of_another_kind(client: int, answer: Answer, random: np.random.Generator) ->
 
 
 def another_count(client: int, answer: Answer, random: np.random.Generator) -> Any:
+    if "count" not in answer.update:
+        return None
     n = int(answer.update["count"])
     counts = [torch.tensor(v) for v in (0, -1, -n, n + 1, 10**12, 2**62, float(n), math.nan, 1.5, True)]
     counts += [torch.tensor([n]), torch.tensor([[n]]), torch.tensor(n, dtype=torch.int32)]

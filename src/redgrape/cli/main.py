@@ -9,13 +9,14 @@ import math
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
 from redgrape import __version__
 from redgrape.errors import ConfigError, RedgrapeError, StorageError, enough_memory
+from redgrape.methods import WITHOUT_TRAINING
 from redgrape.reading.terminal import printable
 
 
@@ -173,6 +174,18 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--seed", dest="set:seed", type=int, metavar="N", help="the seed")
     _add_experiment_flags(command)
     command.add_argument("--out", type=_path, metavar="DIR", help="the run folder (default: a new one below runs/)")
+    _add_execution_flags(command)
+
+    command = add("fit", "training", "fit a head to a pretrained encoder in one round, without training")
+    command.add_argument("set:data.source", metavar="DATA", help=_FLAGS["--data"][2])
+    command.add_argument("--method", dest="set:method.name", metavar="NAME", help=f"the method ({WITHOUT_TRAINING})")
+    command.add_argument("--preset", dest="set:method.preset", metavar="NAME", help="the preset of the method")
+    command.add_argument("--seed", dest="set:seed", type=int, metavar="N", help="the seed")
+    _add_experiment_flags(command, without=("--data", "--epochs", "--batch-size", "--lr"))
+    defaults = {"method.name": WITHOUT_TRAINING, "net.name": "efficientnet_lite0", "rounds": 1}
+    command.set_defaults(experiment=None, **{f"set:{key}": value for key, value in defaults.items()})
+    command.add_argument("--out", type=_path, metavar="DIR", help="the run folder (default: a new one below runs/)")
+    command.add_argument("--export", type=_path, metavar="DIR", help="also write the model to this folder")
     _add_execution_flags(command)
 
     command = add("resume", "training", "continue a run, or extend a finished one")
@@ -391,11 +404,12 @@ def _add_deployment(commands: Any) -> None:
     command.add_argument("--json", action="store_true", help="print JSON")
 
 
-def _add_experiment_flags(command: argparse.ArgumentParser) -> None:
+def _add_experiment_flags(command: argparse.ArgumentParser, without: Sequence[str] = ()) -> None:
     group = command.add_argument_group("the experiment")
     for flag, (key, kind, text) in _FLAGS.items():
-        metavar = kind.__name__.strip("_").upper()
-        group.add_argument(flag, dest=f"set:{key}", type=kind, metavar=metavar, help=text)
+        if flag not in without:
+            metavar = kind.__name__.strip("_").upper()
+            group.add_argument(flag, dest=f"set:{key}", type=kind, metavar=metavar, help=text)
     group.add_argument(
         "-c", dest="config", action="append", default=[], metavar="KEY=VALUE", help="set any key, e.g. method.lam=0.2"
     )

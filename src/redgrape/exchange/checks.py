@@ -15,7 +15,7 @@ from torch import Tensor
 
 from redgrape import tree
 from redgrape.data.federation import Declared
-from redgrape.exchange.parts import ClassRows, Count, Part, Parts, Scalar, Statistics, described
+from redgrape.exchange.parts import ClassRows, Count, Part, Parts, Scalar, Statistics, Sum, described
 from redgrape.tree import Tensors, Tree
 
 MOST_EXAMPLES = 10**9  # the most a client may claim if it has not declared its number
@@ -48,12 +48,14 @@ class Inspection:
     def lengths(self, update: Any, declared: Declared | None) -> dict[str, float]:
         """The length of each part of an update, over its real numbers only. UpdateRejected if the update does not match
         its parts; TooLong if a part is longer than training could make it. `declared`: what the client declared about
-        itself. Running statistics have no meaningful length."""
+        itself. Running statistics have no meaningful length, and sums over examples are as long as the data."""
         check(update, self._parts, self._expected, self._rows, declared, self._num_classes)
         measured = (name for name, part in self._parts.items() if not isinstance(part, Statistics))
         found = {name: length({name: update.get(name, {})}) for name in measured}
         for name, number in found.items():
-            if number > LONGEST * self._own:
+            part = self._parts[name]
+            of_data = isinstance(part, Sum) and part.counted
+            if number > LONGEST * self._own and not of_data:
                 own = f"over {LONGEST:g} times that of the model, {self._own:.3g}"
                 raise TooLong(f"'{name}' has length {number:.3g}, {own}")
         return found
@@ -83,6 +85,8 @@ def check(
                 for tensor in part.like:
                     if tensor.endswith("running_var") and (flat[f"{name}/{tensor}"] < 0).any():
                         raise UpdateRejected(f"tensor '{name}/{tensor}' is negative")
+            case Sum(counted=counted) if counted:
+                _check_counted(f"{name}/{counted}", flat[f"{name}/{counted}"], declared)
             case ClassRows():
                 _check_classes({t: flat[f"{name}/{t}"] for t in update[name]}, name, part, declared, num_classes)
 
@@ -206,6 +210,15 @@ def _check_count(count: Tensor, declared: Declared | None) -> None:
     most = MOST_EXAMPLES if declared is None else declared.examples
     if not 1 <= int(count) <= most:
         raise UpdateRejected(f"'count' is {int(count)}; this client can have trained on 1 to {most} examples")
+
+
+def _check_counted(name: str, counts: Tensor, declared: Declared | None) -> None:
+    """Check that a client counts examples of classes that it can have."""
+    most = torch.full_like(counts, MOST_EXAMPLES if declared is None else declared.examples)
+    if declared is not None and declared.class_counts is not None:
+        most = declared.class_counts
+    if (counts < 0).any() or (counts > most).any():
+        raise UpdateRejected(f"'{name}' claims more examples of a class than this client can have, or fewer than none")
 
 
 def _check_classes(rows: Tensors, name: str, part: ClassRows, declared: Declared | None, num_classes: int) -> None:

@@ -37,11 +37,13 @@ class Direction:
 @dataclass(frozen=True)
 class Sum:
     """Tensors that are added up in float64. `running`: they are the change of a sum that the client keeps track of, so
-    they must be added as sent. `instead`: what to choose where that is refused."""
+    they must be added as sent. `instead`: what to choose where that is refused. `counted`: the name of its tensor that
+    counts the examples of each class; the others are then sums over these examples, as long as the data makes them."""
 
     like: Tensors
     running: bool = False
     instead: str = "choose another method"
+    counted: str = ""
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ order of arrival does not matter. n_k: a client's examples; S: its local steps; 
     statistics   x_k = old + (new - old) / (1 - (1 - m)^S), the statistic that the client's data must have had;
                  max |x_k| <= 100 max(1, max |old|, lower median_j max |x_j|)
     variances    new >= (1 - m)^(2 S) old: data only adds to it, in at most two passes per step
+    data sums    |s_k| / n_k <= 100 max(1, lower median_j |s_j| / n_j), with n_k the examples that it counts
     scalars      |f_k| <= 10 max(log C, lower median_j |f_j|); a larger one is replaced by the bound
 
 A median over one or two clients rejects no direction: nobody can tell who lies.
@@ -20,7 +21,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 import torch
@@ -28,7 +29,7 @@ from torch import Tensor
 
 from redgrape import tree
 from redgrape.exchange.checks import UpdateRejected
-from redgrape.exchange.parts import ClassRows, Direction, Parts, Statistics
+from redgrape.exchange.parts import ClassRows, Direction, Parts, Statistics, Sum
 from redgrape.tree import Tensors, Tree
 
 K = TypeVar("K")  # a client
@@ -41,12 +42,13 @@ _NOTHING = 1e-30  # what rounding makes of a zero
 @dataclass(frozen=True)
 class Measures:
     """The numbers that compare an answer with others, by the names of parts and tensors. Statistics that did not move,
-    such as those of a client with a single example, have none."""
+    such as those of a client with a single example, have none; so have sums over no example."""
 
     examples: int
     directions: Mapping[str, float]
     features: Mapping[str, float]
     statistics: Mapping[str, float]
+    sums: Mapping[str, float] = field(default_factory=dict)
 
 
 def measured(update: Tree, parts: Parts, lengths: Mapping[str, float], steps: int | None) -> Measures:
@@ -61,6 +63,11 @@ def measured(update: Tree, parts: Parts, lengths: Mapping[str, float], steps: in
         {name: lengths[name] for name, part in parts.items() if isinstance(part, Direction)},
         {name: longest_feature(update[name]) for name, p in parts.items() if isinstance(p, ClassRows) and p.gradient},
         found,
+        {
+            name: lengths[name] / n
+            for name, part in parts.items()
+            if isinstance(part, Sum) and part.counted and (n := int(update[name][part.counted].sum()))
+        },
     )
 
 
@@ -106,7 +113,8 @@ def longest_feature(rows: Tree) -> float:
 def outliers(measures: Mapping[K, Measures], parts: Parts, model: Tensors) -> dict[K, UpdateRejected]:
     """The clients with updates far larger than the others of the round, each with the reason."""
     found: dict[K, UpdateRejected] = {}
-    for reasons in (_long_steps(measures, model), _long_features(measures), _large_statistics(measures, parts)):
+    checks = _long_steps(measures, model), _long_features(measures), _large_statistics(measures, parts)
+    for reasons in (*checks, _large_sums(measures)):
         for client, reason in reasons:
             found.setdefault(client, UpdateRejected(reason))
     return found
@@ -139,6 +147,15 @@ def _large_statistics(measures: Mapping[K, Measures], parts: Parts) -> Iterator[
         for k, number in numbers.items():
             if number > bound:
                 yield k, _too_large(name, number, bound)
+
+
+def _large_sums(measures: Mapping[K, Measures]) -> Iterator[tuple[K, str]]:
+    for part, lengths in _by_name({k: m.sums for k, m in measures.items()}):
+        bound = STATISTIC * max(1.0, statistics.median_low(lengths.values()))
+        for k, length in lengths.items():
+            if length > bound:
+                reason = f"'{part}' has length {length:.3g} for each example that it counts; "
+                yield k, f"{reason}given the other clients, at most {bound:.3g} is plausible"
 
 
 def _too_large(name: str, number: float, bound: float) -> str:

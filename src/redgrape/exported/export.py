@@ -51,18 +51,23 @@ from redgrape.training import RunState
 from redgrape.tree import Tensors
 
 
+def check_free(out: Path) -> None:
+    """Raise ConfigError if a model cannot be written to this folder, since there is something."""
+    with durable.storage_errors("read", out):
+        if out.exists() and (not out.is_dir() or any(out.iterdir())):
+            raise ConfigError(f"'{out}' already exists and is not an empty folder; choose another")
+
+
 def export(run: Path, out: Path, format: Format = "safetensors") -> Path:
     """Write the model of the newest checkpoint to the folder `out`. The folder is created atomically."""
     if format not in WEIGHTS:
         raise unknown("format", format, WEIGHTS)
-    with durable.storage_errors("read", out):
-        if out.exists() and (not out.is_dir() or any(out.iterdir())):
-            raise ConfigError(f"'{out}' already exists and is not an empty folder; choose another")
-    card, weights, told, _ = _described(run, format)
+    check_free(out)
+    card, weights, disclosed, _ = _described(run, format)
     files = {
         WEIGHTS[format]: weights,
         "model.json": json.dumps(card, indent=2, allow_nan=False).encode() + b"\n",
-        "README.md": write_card(card, told).encode(),
+        "README.md": write_card(card, disclosed).encode(),
     }
     durable.create_folder(out.resolve(), {**files, checksums.NAME: checksums.of(files)})
     return out

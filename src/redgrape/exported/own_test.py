@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from redgrape.exported.export import newest_state
 from redgrape.exported.inference import evaluate_batches
 from redgrape.learning import sums
 from redgrape.reading.run_tables import RunView
+from redgrape.runs.embedded import embedder, for_encoder
 from redgrape.runs.folder import RunFolder
 from redgrape.runs.run import check_model, contents
 
@@ -26,6 +28,8 @@ def evaluate_run(path: Path, data_root: Path | None = None) -> dict[str, Any]:
         raise StorageError(f"'{path}' is not finished; continue it with `redgrape resume {path}`")
     state, experiment = newest_state(folder, view), folder.experiment()
     federation = prepare(experiment.data, experiment.seed, data_root)
+    if experiment.net.is_pretrained:
+        federation = federation.with_inputs(partial(for_encoder, experiment.net.name))
     here = {"split": federation.fingerprint()}
     if experiment.data.source not in DATASETS:  # files of public sets are verified, so the split is enough
         here["data"] = contents(federation)
@@ -35,6 +39,8 @@ def evaluate_run(path: Path, data_root: Path | None = None) -> dict[str, Any]:
                 f"the data of '{path}' has changed since it began: the {name} was {view.environment[name][:12]} and is "
                 f"{digest[:12]}; restore the old data"
             )
+    if experiment.net.is_frozen:
+        federation = federation.with_inputs(embedder(experiment.net, federation.input_shape, data_root))
     net = experiment.builder(federation)()
     check_model(state, net.state_dict(), folder)
     net.load_state_dict(state.server["model"])

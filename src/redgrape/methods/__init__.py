@@ -16,6 +16,8 @@ from redgrape.errors import ConfigError, unknown
 if TYPE_CHECKING:
     from redgrape.method import Method
 
+WITHOUT_TRAINING = "lda"  # the method of `redgrape fit`
+
 
 def names() -> list[str]:
     """The methods that come with redgrape."""

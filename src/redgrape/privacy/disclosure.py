@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from redgrape.errors import StorageError
-from redgrape.exchange import ClassRows, Exchange, Parts
+from redgrape.exchange import ClassRows, Exchange, Parts, Sum
 from redgrape.exchange.parts import class_rows
 from redgrape.privacy.ledger import PrivacyLedger
 from redgrape.reading.judged import clients_in
@@ -42,6 +42,7 @@ def disclosures(
             "beside_gradients": [counts] if part.weights == "count" else [],
         }
     sentences = [_rows_words(name, part, exchange) for name, part in class_rows(parts).items()]
+    sentences += [_sums_words(n, exchange) for n, part in parts.items() if isinstance(part, Sum) and part.counted]
     if asked := ", ".join(survey):
         sentences.append(
             f"Before the first round each client was asked for its {asked}. The method needs the sum alone; without a "
@@ -74,6 +75,20 @@ def _rows_words(name: str, part: ClassRows, exchange: Exchange) -> str:
     return (
         f"A client also sends {what} each of its classes ('{name}'). These expose which classes a client holds"
         f"{counts}. {single} {few} {released} They are not in this folder."
+    )
+
+
+def _sums_words(name: str, exchange: Exchange) -> str:
+    """What sums over examples expose, in words."""
+    single = (
+        "The sum of a single example is its exact feature vector."
+        if exchange.min_count == 1
+        else f"They are of classes with at least {exchange.min_count} examples at the client."
+    )
+    return (
+        f"A client also sends sums over its examples by class ('{name}'). These expose how many examples of each class "
+        f"it holds, and their mean feature vector. {single} A secure sum shows only those of all clients of a round "
+        "together, which are one client's own if no other has the class."
     )
 
 

@@ -1,4 +1,4 @@
-"""The commands run, resume and compare."""
+"""The commands run, fit, resume and compare."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ import json
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from redgrape.cli.progress import Progress
@@ -29,15 +30,36 @@ if TYPE_CHECKING:
 
 
 def run(options: argparse.Namespace) -> None:
+    if folder := _new_run(options):
+        finish(folder, options)
+
+
+def _new_run(options: argparse.Namespace) -> RunFolder | None:
+    """The folder of the run that the options describe, when it is finished; None if it is only planned."""
     experiment = Experiment.parse(described(options))
     out = options.out or Path("runs") / run_name(experiment)
     if options.dry_run:
         print_plan(out, experiment, options)
-        return
+        return None
     folder = RunFolder.create(out, experiment)
     if carry_out(folder, options, label=run_tables.run_label(experiment.method.resolved())):
         tell_leak(folder, options)
-    finish(folder, options)
+    return folder
+
+
+def fit(options: argparse.Namespace) -> None:
+    """A run of one round, of the method that needs no training."""
+    from redgrape.exported.export import check_free, export
+
+    if options.export is not None:
+        check_free(options.export)
+    if folder := _new_run(options):
+        model = None if options.export is None else export(folder.path, options.export)
+        finish(folder, options, {} if model is None else {"model": str(model)})
+        if not options.json:
+            run = printable(folder.path)
+            print(f"page: redgrape report {run}")
+            print(f"model: redgrape export {run} MODEL" if model is None else f"model folder: {printable(model)}")
 
 
 def resume(options: argparse.Namespace) -> None:
@@ -251,10 +273,11 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def finish(folder: RunFolder, options: argparse.Namespace) -> None:
+def finish(folder: RunFolder, options: argparse.Namespace, more: Mapping[str, Any] = MappingProxyType({})) -> None:
+    """Print the result of a run. `more`: what the JSON also has."""
     view = run_tables.RunView.read(folder.path)
     if options.json:
-        print(json.dumps({"folder": str(folder.path), "summary": view.summary}))
+        print(json.dumps({"folder": str(folder.path), "summary": view.summary, **more}))
         return
     run_tables.print_table(run_tables.collect([(view.label, view)]))
     print(f"run folder: {printable(folder.path)}")
