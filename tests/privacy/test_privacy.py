@@ -831,6 +831,7 @@ def test_what_is_disclosed_follows_from_the_parts() -> None:
     delta: Parts = {"delta": Direction({"w": torch.zeros(1)}), "count": Count()}
     like = {"weight": torch.zeros(C, 2), "bias": torch.zeros(C)}
     assert disclosures(PLAIN, delta, {}, "", C) == {
+        "averages": True,
         "beyond_averaging": "",
         "class_reports": None,
         "randomness": "secret",

@@ -5,6 +5,7 @@ The weights are random, from a file, so that nothing needs to be installed.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 import safetensors.torch
 import torch
 
+from redgrape import methods
 from redgrape.cli.main import run as command
 from redgrape.data.embedding import Embedder
 from redgrape.data.examples import Examples
@@ -206,3 +208,49 @@ def test_embed_alone(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
         assert arrays["class_names"].tolist() == ["low", "mid", "top"]
     assert command(["embed", str(place / "pictures.npz"), "--net", "cnn"]) == 2
     assert "net 'cnn' is not a pretrained encoder" in capsys.readouterr().err
+
+
+def test_fit_gives_a_run_and_a_model_in_one_round(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The head of the run, of the exported model and of a run of the same experiment are one, and all readers work."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "80")
+    source, weights = str(place / "pictures.npz"), f"net.weights={place / 'encoder.safetensors'}"
+    shared = ["--clients", "2", "-c", weights, "-c", "net.size=32", "--data-root", str(place), "--workers", "1"]
+    assert command(["fit", source, *shared, "--out", "fitted", "--export", "model"]) == 0
+    told = capsys.readouterr().out
+    assert "page: redgrape report fitted" in told and "model folder: model" in told
+    assert max(map(len, told.splitlines())) <= 80
+    (record,) = RunFolder.open(Path("fitted")).metrics()
+    assert sum(record["class_examples"]) == 24 and record["train_loss"] is None
+    named = ["--data", source, "--net", NET, "--method", methods.WITHOUT_TRAINING, "--rounds", "1"]
+    assert command(["run", *named, *shared, "--out", "same"]) == 0
+    fitted, same = (RunFolder.open(Path(name)) for name in ("fitted", "same"))
+    assert fitted.metrics() == same.metrics() and fitted.experiment().hash() == same.experiment().hash()
+    assert command(["report", "fitted"]) == command(["privacy", "fitted"]) == 0
+    assert "exact feature vector" in " ".join(capsys.readouterr().out.split())
+    assert command(["evaluate", "fitted", "--data-root", str(place), "--json"]) == 0
+    evaluated = json.loads(capsys.readouterr().out)
+    assert evaluated["accuracy"] == record["test"]["accuracy"] > 0.5
+    assert command(["evaluate", "model", source, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["accuracy"] == record["test"]["accuracy"]
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        (["--export", "taken"], "'taken' already exists and is not an empty folder"),
+        (["--preset", "chosen"], "method.held_out is 0.2, and g and rho are chosen in a second round; set rounds=2"),
+        (["--lr", "0.1"], "unrecognized arguments: --lr 0.1"),
+    ],
+)
+def test_fit_refuses_before_it_writes(
+    more: list[str], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("taken").mkdir()
+    Path("taken/file").touch()
+    assert command(["fit", "digits", "--net", "linear", "--workers", "1", "--out", "fitted", *more]) == 2
+    assert words in capsys.readouterr().err
+    assert not Path("fitted").exists()

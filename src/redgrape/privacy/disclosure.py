@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from redgrape.errors import StorageError
-from redgrape.exchange import ClassRows, Exchange, Parts, Sum
+from redgrape.exchange import ClassRows, Direction, Exchange, Parts, Sum
 from redgrape.exchange.parts import class_rows
 from redgrape.privacy.ledger import PrivacyLedger
 from redgrape.reading.judged import clients_in
@@ -50,7 +50,12 @@ def disclosures(
         )
     if single:
         sentences.append(f"The server looks at single updates: {single}.")
-    return {"beyond_averaging": " ".join(sentences), "class_reports": reports, "randomness": exchange.randomness}
+    return {
+        "averages": any(isinstance(part, Direction) for part in parts.values()),
+        "beyond_averaging": " ".join(sentences),
+        "class_reports": reports,
+        "randomness": exchange.randomness,
+    }
 
 
 def _rows_words(name: str, part: ClassRows, exchange: Exchange) -> str:
@@ -118,6 +123,7 @@ def disclosed(run: RunView) -> dict[str, Any]:
         "answers": sum(len(record["answered"]) for record in records),
         "secure_aggregation": bool(environment.get("secure_aggregation")),
         "fewest_answers": min((len(record["answered"]) for record in records), default=None),
+        "averages": discloses.get("averages", True),  # so did all methods of older runs
         "beyond_averaging": discloses["beyond_averaging"],
         "evaluations_at_sites": _evaluations_at_sites(records, environment),
         "class_reports": None,
@@ -244,6 +250,8 @@ def in_words(facts: Mapping[str, Any]) -> dict[str, list[str]]:
         f"{facts['answers']} updates of the model, each with its client's number of examples and training loss; the "
         "classifier's part of an update tells much about the labels behind it"
     ]
+    if not facts["averages"]:
+        server = [f"{facts['answers']} answers, without an update of the model"]
     if facts["secure_aggregation"]:
         server = _sum_words(facts)
     elif reports is None:
@@ -266,9 +274,10 @@ def _fewest_words(fewest: int | None) -> str:
 
 
 def _sum_words(facts: Mapping[str, Any]) -> list[str]:
+    what = "updates of the model, their numbers of examples and their training losses"
     sentences = [
         f"{facts['rounds']} sums (secure aggregation), each over {facts['fewest_answers']} sites or more: of their "
-        "updates of the model, their numbers of examples and their training losses; no site's own, nor what it "
+        f"{what if facts['averages'] else 'answers'}; no site's own, nor what it "
         "answered where models were evaluated at the sites",
         "who took part in which round; two sums over different sites differ by what the sites in one alone sent",
         "a site's own numbers, if the server breaks the protocol, or has more than half of a round's sites or all "
