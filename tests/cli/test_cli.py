@@ -275,17 +275,25 @@ def test_compare(command: Command, toml: Path, tmp_path: Path) -> None:
     """Two methods and two seeds: a table of means and deviations, a picture, and nothing is trained twice."""
     outcome = good(command(*compared(toml)))
     runs = [f"{method}-seed{seed}" for method in ("fedavg", "redgrape-lam-0.2-norm-per_tensor") for seed in (0, 1)]
-    assert sorted(p.name for p in (tmp_path / "cmp").iterdir()) == sorted([*runs, "per_class.png", "table.md"])
+    files = ["curves.png", "per_class.png", "table.csv", "table.json", "table.md", "table.tex"]
+    assert sorted(p.name for p in (tmp_path / "cmp").iterdir()) == sorted([*runs, *files])
     assert (tmp_path / "cmp" / "per_class.png").read_bytes().startswith(PNG)
     lines = outcome.err.splitlines()
-    assert ["note: privacy: " in line for line in lines] == [False] * 6 + [True] + [False] * 2 + [True]
-    assert outcome.err.startswith("fedavg seed 0  round 1/2")
+    assert ["note: privacy: " in line for line in lines] == [False] * 12 + [True]  # once for both seeds
+    assert lines[-1].endswith("(1 more runs disclosed the like)")
+    assert [line.rpartition(": ")[2] for line in lines if line.startswith("run ")] == [
+        f"{method}, seed {seed}" for method in ("fedavg", "redgrape:lam=0.2,norm=per_tensor") for seed in (0, 1)
+    ]
+    assert lines[1].startswith("fedavg seed 0  round 1/2")
+    assert lines[1].endswith("s left")
     table = (tmp_path / "cmp" / "table.md").read_text()
     for method, names in (("fedavg", runs[:2]), ("redgrape:lam=0.2,norm=per_tensor", runs[2:])):
         summaries = [summary_of(tmp_path / "cmp" / name) for name in names]
-        row = " | ".join([method, "2", *[cell([s["mean_of_last"][f] for s in summaries]) for f in FIGURES]])
-        assert row in table
-        assert cell([s["mean_of_last"]["tail"] for s in summaries]) in outcome.out
+        pairs = [mean_std([s["mean_of_last"][f] for s in summaries]) for f in FIGURES]
+        (row,) = [line for line in table.splitlines() if line.startswith(f"| {method} ")]
+        written = [cell.strip(" *") for cell in row.strip("|").split("|")]
+        assert written == [method, *[f"{100 * mean:.2f} ± {100 * std:.2f}" for mean, std in pairs if std is not None]]
+        assert cell([s["mean_of_last"]["tail"] for s in summaries]).replace(" ", "") in outcome.out
         assert [s["seed"] for s in summaries] == [0, 1]
     splits = [summary_of(tmp_path / "cmp" / name)["split"] for name in runs]
     assert splits[:2] == splits[2:]
@@ -295,8 +303,9 @@ def test_compare(command: Command, toml: Path, tmp_path: Path) -> None:
     again = good(command(*compared(toml, "--json")))
     assert again.err == ""
     assert {name: (tmp_path / "cmp" / name / "times.jsonl").read_bytes() for name in runs} == before
-    figures = again.json()["table"]["fedavg"]
-    assert figures["accuracy"] == [summary_of(tmp_path / "cmp" / n)["mean_of_last"]["accuracy"] for n in runs[:2]]
+    figures = {e["measure"]: e["seeds"] for e in again.json()["table"]["entries"] if e["row"] == "fedavg"}
+    accuracies = [summary_of(tmp_path / "cmp" / n)["mean_of_last"]["accuracy"] for n in runs[:2]]
+    assert list(figures["accuracy"].values()) == accuracies
     assert set(figures) == set(FIGURES)
 
     everything = tree_of(tmp_path)

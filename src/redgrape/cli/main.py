@@ -196,7 +196,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_on_flag(command)
     _add_execution_flags(command)
 
-    command = add("reproduce", "suites", "run the experiments behind a table or figure of the paper, and write it")
+    command = add("reproduce", "reproduce", "run the experiments behind a table or figure of the paper, and write it")
     command.add_argument("name", nargs="?", help="the suite, such as table2 or fig_lambda (default: list all suites)")
     command.add_argument(
         "--scale", choices=["paper", "study", "quick"], default="quick", help="how much to run (quick: minutes)"
@@ -253,6 +253,8 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--net", default="cnn", metavar="NAME", help="show message sizes for this net (cnn)")
     command.add_argument("--shape", type=_shape, default=(1, 28, 28), metavar="1,28,28", help="the input shape")
     command.add_argument("--classes", type=_positive, default=10, metavar="N", help="the number of classes (10)")
+    command.add_argument("--needs", metavar="WORDS", help="list methods that need this: nothing, state, counts, data")
+    command.add_argument("--summable", action="store_true", help="list methods that work with secure sums alone")
 
     data = commands.add_parser("data", help="show or download data", description="Show or download data.")
     parts = data.add_subparsers(required=True, metavar="COMMAND", parser_class=_Parser)
