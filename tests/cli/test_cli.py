@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -21,6 +22,7 @@ import redgrape
 from redgrape.cli import main as cli
 from redgrape.cli.commands.training import run_name
 from redgrape.errors import BusyError
+from redgrape.reading import method_index
 from redgrape.reading.run_tables import FIGURES, cell, mean_std
 from redgrape.runs.experiment import Experiment
 
@@ -115,7 +117,7 @@ def test_run_prints_its_result_and_tells_its_progress_apart(command: Command, to
         assert line.startswith(f"remembering  round {number}/2  loss ")
         assert "accuracy" in line
         assert "tail" in line
-        assert line.endswith(" s")
+        assert re.search(r" \d+\.\d s, \d+ s left$" if number == 1 else r" \d+\.\d s$", line)
     assert "\x1b" not in outcome.err + outcome.out
     assert "\r" not in outcome.err + outcome.out
     accuracy = summary_of(tmp_path / "here")["mean_of_last"]["accuracy"]
@@ -424,14 +426,40 @@ def test_methods(command: Command, remembering: Path) -> None:
     parameters = 4 * (6 * 128 + 128 + 128 * 64 + 64 + 64 * 3 + 3)  # of the mlp, in bytes
     assert by_name["fedavg"]["down"] == parameters
     assert by_name["scaffold"]["down"] == 2 * parameters
-    assert by_name["scaffold"]["assumes"] == "state at the clients"
-    assert by_name["fedic"]["assumes"] == "single updates, balanced data at the server"
-    assert by_name["balanced_softmax"]["assumes"] == "the clients' summed class counts"
+    assert by_name["scaffold"]["needs"] == ["state at the clients"]
+    assert by_name["fedic"]["needs"] == ["balanced data at the server"]
+    assert by_name["fedic"]["discloses"] == "each client's update"
+    assert by_name["balanced_softmax"]["needs"] == ["the clients' summed class counts"]
+    assert by_name["redgrape"]["discloses"].startswith("which classes a client holds")
     text = good(command("methods", *small)).out
     assert all(row["method"] in text for row in listed)
     for wrong in (["--net", "mpl"], ["--shape", "0"], ["--shape", "x"], ["--classes", "1"]):
         refused = command("methods", *wrong)
         assert (refused.code != 0, len(refused.err.splitlines())) == (True, 1)
+
+
+def test_methods_are_chosen_by_what_they_need(command: Command) -> None:
+    plain = {row["method"] for row in good(command("methods", "--needs", "nothing", "--summable", "--json")).json()}
+    assert {"fedavg", "fedprox"} <= plain
+    assert not {"climb", "redgrape", "scaffold"} & plain
+    assert [row["method"] for row in good(command("methods", "--needs", "balanced data", "--json")).json()] == [
+        "fedic",
+        "ratio_loss",
+    ]
+    assert "no method needs 'luck'; choose from nothing, " in command("methods", "--needs", "luck").err
+
+
+def test_the_index_of_methods_is_up_to_date() -> None:
+    measured = [method_index.measure(name) for name in redgrape.methods.names()]
+    assert method_index.lines() == measured, "run scripts/index_methods.py"
+    assert list(method_index._index()) == redgrape.methods.names(), "run scripts/index_methods.py"
+
+
+@pytest.mark.parametrize("words", [["methods"], ["methods", "--json"], ["reproduce"], ["ls", "."], []])
+def test_lists_need_no_torch(words: list[str]) -> None:
+    code = "import sys\nfrom redgrape.cli.main import run\nrun(sys.argv[1:])\nsys.exit('torch' in sys.modules)"
+    ended = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, timeout=60, check=False)
+    assert ended.returncode == 0, ended.stderr
 
 
 def test_one_method(command: Command, remembering: Path) -> None:
@@ -746,7 +774,7 @@ def test_what_was_interrupted_among_several_runs_goes_on_by_the_same_command(
         raise KeyboardInterrupt
 
     for module in (training, suites):
-        monkeypatch.setattr(module, "described" if words[0] != "reproduce" else "cores", interrupted)
+        monkeypatch.setattr(module, "described" if words[0] != "reproduce" else "workers_of", interrupted)
     outcome = command(*words)
     assert outcome.code == 130
     assert outcome.err.startswith("redgrape: interrupted; run the same command to continue from the last")
@@ -944,11 +972,11 @@ def test_the_table_of_the_validation_set(command: Command, toml: Path) -> None:
     """Its figures are those of the validation records, and a run without one says which option to pass."""
     shared = ["--experiment", toml, "--workers", 1, "--rounds", 2, "--json"]
     held_out = ["compare", "fedavg", *shared, "-c", "data.validation=2", "--on", "validation", "--out", "a"]
-    table = good(command(*held_out)).json()["table"]["fedavg"]
+    entries = good(command(*held_out)).json()["table"]["entries"]
     (metrics,) = Path("a").glob("fedavg-seed*/metrics.jsonl")
     lines = metrics.read_text().splitlines()
-    records = [json.loads(line)["validation"]["accuracy"] for line in lines]
-    assert table["accuracy"] == [pytest.approx(sum(records) / len(records))]
+    last = json.loads(lines[-1])["validation"]["accuracy"]  # the mean is over at most half of the two rounds
+    assert [e["mean"] for e in entries if e["measure"] == "accuracy"] == [pytest.approx(last)]
     outcome = command("compare", "fedavg", *shared, "--on", "validation", "--out", "b")
     assert outcome.code == 2
     assert "-c data.validation=10" in outcome.err

@@ -529,12 +529,12 @@ def test_a_cell_that_another_suite_has_come_to_is_not_run_again(
     (small / "other.toml").write_text(OTHER_RATES)
     carry_out, others = suites.carry_out, []
 
-    def meanwhile(folder: RunFolder, options: Any, label: str) -> bool:
+    def meanwhile(folder: RunFolder, options: Any, label: str, *, heading: str) -> bool:
         if not others:
             others.append("reproduce other")
             with folder.locked():
                 good(command("reproduce", "other"))
-        return carry_out(folder, options, label)
+        return carry_out(folder, options, label, heading=heading)
 
     monkeypatch.setattr(suites, "carry_out", meanwhile)
     good(command("reproduce", "rates"))

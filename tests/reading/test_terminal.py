@@ -57,7 +57,7 @@ def test_layouts(columns: pytest.MonkeyPatch) -> None:
 def test_wide_characters_and_escapes(columns: pytest.MonkeyPatch) -> None:
     """A terminal gives some letters two columns. An escape sequence must not reach it."""
     lines = terminal.table(["class", "n"], [["汉字", 1], ["\x1b[31m", 2]]).splitlines()
-    assert lines[1] == "汉字    1"
+    assert lines[1] == "汉字   1"
     assert lines[2] == "\N{REPLACEMENT CHARACTER}[31m  2"
 
 

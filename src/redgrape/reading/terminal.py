@@ -48,7 +48,11 @@ def table(header: Sequence[str], rows: Sequence[Sequence[object]], title: str = 
     if _total(turned) <= room:
         lines = _aligned(turned)
     elif len(GAP) + _total(turned[1:]) <= room:
-        lines = [line for row, rest in zip(entries, _aligned(turned[1:]), strict=True) for line in (row[0], GAP + rest)]
+        lines = [
+            line
+            for row, rest in zip(entries, _aligned(turned[1:], left=0), strict=True)
+            for line in (row[0], GAP + rest)
+        ]
     elif _total(entries) <= room:
         lines = _aligned(entries)
     else:
@@ -56,11 +60,11 @@ def table(header: Sequence[str], rows: Sequence[Sequence[object]], title: str = 
     return "\n".join([title, *lines] if title else lines)
 
 
-def _aligned(columns: Sequence[Sequence[str]]) -> list[str]:
-    """Lines of these columns. Columns of figures are aligned to the right, except the first."""
+def _aligned(columns: Sequence[Sequence[str]], left: int = 1) -> list[str]:
+    """Lines of these columns. After the first `left` columns, figures are aligned to the right."""
     padded = []
     for i, column in enumerate(columns):
-        right = i > 0 and all(map(_FIGURE.match, column[1:]))
+        right = i >= left and all(map(_FIGURE.match, column[1:]))
         padded.append([_padded(entry, _widest(column), right=right) for entry in column])
     return [GAP.join(row).rstrip() for row in zip(*padded, strict=True)]
 

@@ -32,9 +32,8 @@ from redgrape.reading.gap import notes as gap_notes
 from redgrape.reading.page.reading import Reading
 from redgrape.reading.run_tables import EXTRA_DATA, Result, cell, other_data, run_label
 from redgrape.reading.terminal import printable
-from redgrape.runs.figures import FIGURES, unpacked
+from redgrape.runs.figures import FIGURES, unpacked, window
 
-LAST = 10  # the result of an unfinished run is the mean of up to this many evaluations so far
 GROUPS = ("head", "middle", "tail")
 
 
@@ -117,7 +116,7 @@ def _split(reading: Reading) -> dict[str, Any] | None:
 def _run(reading: Reading, split: dict[str, Any] | None) -> dict[str, Any]:
     view = reading.view
     tests = [record["test"] for record in view.metrics if isinstance(record.get("test"), dict)]
-    summary, last = view.summary, tests[-LAST:]
+    summary, last = view.summary, tests[-window(view.rounds_done) :]  # of an unfinished run: those so far
     C = len(split["class_counts"]) if split else 0
     result = summary["mean_of_last"] if summary else {f: _mean([test.get(f) for test in last]) for f in FIGURES}
     classes = zip(*(_numbers(test.get("per_class"), C) or [None] * C for test in last), strict=True)

@@ -14,7 +14,7 @@ from redgrape.errors import RedgrapeError
 from redgrape.reading.run_tables import RunView, find_runs
 from redgrape.reading.suites.found_cells import Standing
 from redgrape.runs.experiment import Experiment
-from redgrape.runs.run import LAST
+from redgrape.runs.figures import LAST
 
 # Seconds for the forward and backward pass of one example on one core of a 2020 server, and the numbers of training and
 # test examples. This is rough: it ignores the work of the method. It is used only until something has been run here.

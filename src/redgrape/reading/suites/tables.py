@@ -19,9 +19,10 @@ from redgrape.reading.suites.description import Suite, label_text, text
 from redgrape.reading.suites.found_cells import Standing
 from redgrape.reading.suites.statistics import FEWEST_SEEDS, Paired, paired
 from redgrape.runs import durable
-from redgrape.runs.run import DECIDING, LAST
+from redgrape.runs.figures import LAST
+from redgrape.runs.run import DECIDING
 
-TOO_SHORT = 2 * LAST  # in shorter runs, the mean of the last rounds covers most of the training
+TOO_SHORT = 2 * LAST  # shorter runs have no LAST rounds after their warm-up
 RISE = 0.01  # a run is still learning if its accuracy rose by more than this in the last rounds
 DASH = "–"
 
@@ -364,8 +365,7 @@ def caption(table: Table) -> list[str]:
         if any(pair.separated is not None for pair in pairs):
             lines.append(
                 f"minus {_called(reference)}: mean difference over common seeds with its 95 % interval (paired t), "
-                "each by itself, not corrected for their number; not separated (an interval around 0): the seeds "
-                "cannot tell the two apart"
+                "each by itself, not corrected for their number; not separated: the seeds cannot tell the two apart"
             )
         elif any(pair.seeds for pair in pairs):
             most = max(pair.seeds for pair in pairs)
@@ -390,7 +390,8 @@ def plain_text(table: Table) -> str:
     ]
     if not any(entry.values for entry in table.entries):
         parts.append("No cell is finished.")
-    parts.append("\n".join(terminal.paragraph(f"- {line}", "  ") for line in caption(table)))
+    below = [line.replace("; not separated: the", "; an interval around 0: the") for line in caption(table)]
+    parts.append("\n".join(terminal.paragraph(f"- {line}", "  ") for line in below))
     return "\n\n".join(parts) + "\n"
 
 
