@@ -43,7 +43,7 @@ def test_a_comparison_with_both_baselines(tmp_path: Path, capsys: pytest.Capture
     more = f"--net linear --clients-per-round 1 --workers 1 --quiet --json --out {tmp_path}/out"
     assert run(f"{words} {more}".split()) == 0
     told = json.loads(capsys.readouterr().out)
-    rows, notes = [block["rows"] for block in told["table"]["blocks"]][0], told["table"]["notes"]
+    rows, notes = told["table"]["blocks"][0]["rows"], told["table"]["notes"]
     assert [row[0]["text"] for row in rows] == ["fedavg", "fedavg@alone", "fedavg@pooled"]
     assert any("as the mean of 2 clients" in note for note in notes)
     assert any("the gap from fedavg@alone" in note or "no gap from fedavg@alone" in note for note in notes)

@@ -39,6 +39,8 @@ def run(options: argparse.Namespace) -> None:
     if options.dry_run:
         print_plan(out, experiment, options)
         return
+    if options.overwrite and RunFolder.is_only_begun(out):
+        RunFolder.open(out).remove()
     folder = RunFolder.create(out, experiment)
     if carry_out(folder, options, run_tables.run_label(experiment.method.resolved())):
         tell_leak(folder, options)
