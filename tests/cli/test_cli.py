@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
+import operator
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -556,7 +559,6 @@ def corner(tmp_path: Path, vectors: Path, finished: Path, toml: Path, model: Pat
 
 
 BAD = [
-    ("", 2, "required: COMMAND"),
     ("rnu", 2, "invalid choice: 'rnu'"),
     ("run --nonsense", 2, "--nonsense"),
     ("run --round 3", 2, "--round"),
@@ -669,6 +671,18 @@ def test_debug_shows_the_traceback(command: Command) -> None:
         command("resume", "n" * 300, "--debug")
 
 
+def test_a_run_that_failed_in_its_first_round_can_begin_again(command: Command, toml: Path) -> None:
+    words = ["run", toml, "-c", "method.weight_decay=1e9", "--workers", 1, "--out", "r"]
+    assert command(*words, "--lr", "1e9").code == 3
+    refused = command("run", toml, "--workers", 1, "--out", "r")
+    assert refused.code == 2
+    assert "add --overwrite to begin it again" in refused.err
+    good(command("run", toml, "--workers", 1, "--out", "r", "--overwrite"))
+    kept = command("run", toml, "--workers", 1, "--out", "r", "--overwrite")  # rounds that are done stay
+    assert kept.code == 2
+    assert "already exists; continue it with `redgrape resume r`, or choose another --out" in kept.err
+
+
 def test_a_run_that_diverges_ends_with_code_3(command: Command, toml: Path) -> None:
     outcome = command("run", toml, "--lr", "1e9", "-c", "method.weight_decay=1e9", "--workers", 1, "--out", "r")
     assert outcome.code == 3
@@ -687,6 +701,31 @@ def test_an_interruption_in_this_process(command: Command, toml: Path, monkeypat
     assert outcome.code == 130
     assert outcome.err.startswith("redgrape: interrupted; run `redgrape resume RUN` to continue")
     assert len(outcome.err.splitlines()) == 1
+
+
+def test_without_a_command_it_says_how_to_begin(command: Command) -> None:
+    outcome = command()
+    assert (outcome.code, outcome.out) == (2, "")
+    assert max(map(len, outcome.err.splitlines())) <= 80
+    begun = [line.split("   ")[0].split()[1:] for line in outcome.err.splitlines() if line.startswith("  ")]
+    assert len(begun) == 3
+    for words in begun:
+        assert cli._parser().parse_args(words)
+
+
+def test_the_help_tells_the_defaults() -> None:
+    values = Experiment().resolved()
+    for flag, (key, _, text) in cli._FLAGS.items():
+        told = re.search(r"(\S+) \(default\)|\(default: ([\w.]+)\)", text)
+        value = functools.reduce(operator.getitem, key.split("."), values) if told else None
+        if told and told[2] != "all":
+            assert (told[1] or told[2]) == (f"{value:g}" if isinstance(value, float) else str(value)), flag
+
+
+def test_the_examples_of_the_help_can_be_parsed() -> None:
+    for lines in cli.EXAMPLES.values():
+        for line in lines:
+            assert cli._parser().parse_args(shlex.split(line)[1:])
 
 
 def test_help_and_version(command: Command, capsys: pytest.CaptureFixture[str]) -> None:

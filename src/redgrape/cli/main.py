@@ -96,8 +96,8 @@ EXAMPLES = {
 }
 WELCOME = """redgrape trains federated models on long-tailed data. To begin:
 
-  redgrape compare fedavg redgrape --net mlp   train two methods and compare them
-  redgrape data show --ir 100 --clients 20     look at the examples of each client
+  redgrape compare fedavg redgrape --net mlp   train two methods, compare them
+  redgrape data show --ir 100 --clients 20     show the examples of each client
   redgrape methods                             list the methods
 
 `redgrape --help` lists all commands, `redgrape COMMAND --help` its options."""
@@ -444,11 +444,9 @@ def _add_deployment(commands: Any) -> None:
     command.add_argument("--data", type=_path, required=True, help="a folder with one sub-folder per class, or an .npz")
     command = add("run", "run or continue an experiment on the sites")
     command.add_argument("experiment", nargs="?", type=_path, help="a TOML file (default: that of the deployment)")
-    command.add_argument("--method", dest="set:method.name", metavar="NAME", help="the method (default: redgrape)")
-    command.add_argument(
-        "--preset", dest="set:method.preset", metavar="NAME", help="the preset of the method (default: paper)"
-    )
-    command.add_argument("--seed", dest="set:seed", type=int, metavar="N", help="the seed (default: 0)")
+    command.add_argument("--method", dest="set:method.name", metavar="NAME", help="the method")
+    command.add_argument("--preset", dest="set:method.preset", metavar="NAME", help="the preset of the method")
+    command.add_argument("--seed", dest="set:seed", type=int, metavar="N", help="the seed")
     command.add_argument("--rounds", dest="set:rounds", type=int, metavar="N", help="communication rounds")
     command.add_argument(
         "-c", dest="config", action="append", default=[], metavar="KEY=VALUE", help="set any key, e.g. method.lam=0.2"

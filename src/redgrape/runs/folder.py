@@ -64,9 +64,8 @@ class RunFolder:
         with durable.storage_errors("make", path):
             if path.exists() and (not path.is_dir() or not all(map(_is_leftover, path.iterdir()))):
                 again = ", add --overwrite to begin it again" if cls.is_only_begun(path) else ""
-                raise ConfigError(
-                    f"'{path}' already exists; continue it with `redgrape resume {path}`{again}, or choose another --out"
-                )
+                ways = f"continue it with `redgrape resume {path}`{again}, or choose another --out"
+                raise ConfigError(f"'{path}' already exists; {ways}")
             durable.check_ordinary(path)
             made = [folder for folder in (path, *path.parents) if not folder.exists()]
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
