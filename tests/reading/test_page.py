@@ -708,7 +708,7 @@ def test_tensorboard_that_is_missing_is_one_line(
     toml = tmp_path / "tiny.toml"
     toml.write_text(Experiment.parse(tiny()).to_toml())
     assert cli.run(["run", str(toml), "--out", str(tmp_path / "run"), "--workers", "1", "--tensorboard"]) == 2
-    assert "pip install redgrape[tensorboard]" in capsys.readouterr().err
+    assert "pip install -e '.[tensorboard]'" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
 
 

@@ -29,7 +29,7 @@ from redgrape.cli import main as cli
 from redgrape.cli.commands import suites
 from redgrape.data.longtail import exponential
 from redgrape.data.partition import partition
-from redgrape.errors import ConfigError
+from redgrape.errors import ConfigError, install
 from redgrape.reading.run_tables import RunView
 from redgrape.reading.suites import (
     cost,
@@ -883,7 +883,7 @@ def test_search_without_a_validation_set_is_refused(command: Command, sampler: S
 def test_search_without_optuna_says_what_to_install(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "optuna", None)
     outcome = command(*SWEEP, *SEARCH, "-c", "data.validation=5")
-    assert (outcome.code, outcome.err) == (2, "redgrape: --search needs Optuna: pip install redgrape[search]\n")
+    assert (outcome.code, outcome.err) == (2, f"redgrape: --search needs Optuna; {install('search')}\n")
 
 
 # Figures: by hand

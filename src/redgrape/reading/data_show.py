@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from redgrape.data.federation import Federation
-from redgrape.errors import ConfigError, StorageError
+from redgrape.errors import ConfigError, StorageError, install
 from redgrape.reading.terminal import listed, printable, table
 from redgrape.runs import durable
 
@@ -27,7 +27,7 @@ def draw(federation: Federation, path: Path) -> None:
     try:
         import matplotlib as mpl
     except ImportError as error:
-        raise ConfigError("drawing needs matplotlib; run `pip install redgrape[plots]`") from error
+        raise ConfigError(f"drawing needs matplotlib; {install('plots')}") from error
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.colors import ListedColormap, LogNorm
     from matplotlib.figure import Figure

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from redgrape.errors import ConfigError, StorageError
+from redgrape.errors import ConfigError, StorageError, install
 from redgrape.reading import gap, judged, terminal
 from redgrape.runs import checksums, durable
 from redgrape.runs.checksums import hash_of
@@ -338,7 +338,7 @@ def pyplot() -> Any:
     try:
         import matplotlib as mpl
     except ImportError as error:
-        raise ConfigError("figures need matplotlib: pip install redgrape[plots]") from error
+        raise ConfigError(f"figures need matplotlib; {install('plots')}") from error
     mpl.use("Agg")
     import matplotlib.pyplot as plt
 
