@@ -28,6 +28,8 @@ from redgrape.errors import BusyError
 from redgrape.reading import method_index
 from redgrape.reading.run_tables import FIGURES, cell, mean_std
 from redgrape.runs.experiment import Experiment
+from redgrape.runs.figures import window
+from redgrape.runs.folder import RunFolder
 
 Values = Callable[..., dict[str, Any]]
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -337,6 +339,25 @@ def test_compare_goes_on_where_it_was_left(command: Command, toml: Path, tmp_pat
     (tmp_path / "c" / "fedavg-seed3" / "summary.json").unlink()
     assert len(good(command(*arguments)).err.splitlines()) == 1
     assert written(tmp_path / "c" / "fedavg-seed3") == whole
+
+
+def test_the_mean_of_a_run_covers_at_most_half_of_it(finished: Path) -> None:
+    assert [window(rounds) for rounds in (1, 2, 6, 19, 20, 500)] == [1, 1, 3, 9, 10, 10]
+    assert summary_of(finished)["averaged_rounds"] == [2]
+
+
+def test_a_finished_run_keeps_the_mean_that_it_recorded(command: Command, finished: Path, tmp_path: Path) -> None:
+    """One of an earlier redgrape, whose mean is over both of its rounds."""
+    run = tmp_path / "older"
+    shutil.copytree(finished, run)
+    summary, lines = summary_of(run), [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    summary["averaged_rounds"] = [1, 2]
+    summary["mean_of_last"] = {f: mean_std([line["test"][f] for line in lines])[0] for f in FIGURES}
+    RunFolder.open(run).write_summary(summary)
+    before = written(run)
+    good(command("resume", run, "--workers", 1))
+    assert written(run) == before
+    assert good(command("ls", run, "--json")).json()[0]["accuracy"] == summary["mean_of_last"]["accuracy"]
 
 
 def test_the_numbers_of_a_table() -> None:
