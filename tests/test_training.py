@@ -710,7 +710,7 @@ def test_objects_are_told_in_a_line(capsys: pytest.CaptureFixture[str]) -> None:
     """In a notebook. A line per round is printed if asked for."""
     data = federation([3, 2, 1], [1, 1, 1])
     assert repr(data).startswith("Federation(2 clients, 3 classes, 9 training and ")
-    assert re.fullmatch(r"Examples\(\d+ of shape \d+(x\d+)*, float32\)", repr(data.test))
+    assert re.fullmatch(r"Examples\(\d+ of shape \d+(x\d+)*, float64\)", repr(data.test))
     result = rg.train(FedAvg(epochs=1), data, mlp, rounds=2)
     assert capsys.readouterr().err == ""
     assert re.fullmatch(r"Result\(2 rounds, accuracy [\d.]+ %(, tail [\d.]+ %)?\)", repr(result))

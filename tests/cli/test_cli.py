@@ -352,7 +352,8 @@ def test_a_finished_run_keeps_the_mean_that_it_recorded(command: Command, finish
     shutil.copytree(finished, run)
     summary, lines = summary_of(run), [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     summary["averaged_rounds"] = [1, 2]
-    summary["mean_of_last"] = {f: mean_std([line["test"][f] for line in lines])[0] for f in FIGURES}
+    summary["mean_of_last"] = {f: sum(line["test"][f] for line in lines) / 2 for f in FIGURES}
+    summary["per_class"] = [sum(pair) / 2 for pair in zip(*[line["test"]["per_class"] for line in lines], strict=True)]
     RunFolder.open(run).write_summary(summary)
     before = written(run)
     good(command("resume", run, "--workers", 1))

@@ -139,7 +139,8 @@ class Run:
                     self.notes += self._refused_throughout()
                     confusion = training.engine.evaluate(state.server["model"], "test").confusion_cells()
             assert state is not None
-            self.folder.write_summary(summarize(self.folder, self.experiment, state, confusion))
+            averaged = len((known or {}).get("averaged_rounds", [])) or window(self.experiment.rounds)
+            self.folder.write_summary(summarize(self.folder, self.experiment, state, confusion, averaged))
 
     def _put_in_order(self, state: RunState | None) -> None:
         """Prepare the folder so that the run can continue. Checks come first: nothing is written or removed before."""
@@ -453,9 +454,12 @@ def contents(federation: Federation) -> str:
     return digest.hexdigest()
 
 
-def summarize(folder: RunFolder, experiment: Experiment, state: RunState, confusion: Any) -> dict[str, Any]:
-    """The result of a run: means over the last evaluations, and details on the mistakes of the final model."""
-    evaluated = [record for record in folder.metrics() if "test" in record][-window(experiment.rounds) :]
+def summarize(
+    folder: RunFolder, experiment: Experiment, state: RunState, confusion: Any, averaged: int
+) -> dict[str, Any]:
+    """The result of a run: means over the last evaluations, and details on the mistakes of the final model. A finished
+    run keeps the number that it `averaged`: earlier versions took up to ten of any run."""
+    evaluated = [record for record in folder.metrics() if "test" in record][-averaged:]
     tests = [record["test"] for record in evaluated]
     return {
         "experiment": experiment.hash(),
