@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import os
+import re
 import signal
 import time
 from pathlib import Path
@@ -703,3 +704,15 @@ def test_inputs_that_do_not_agree_are_refused() -> None:
     for parts, words in (([[0, 9]], "rows reach from 0 to 9"), ([[0, 1], [1]], "belongs to two clients")):
         with pytest.raises(rg.RedgrapeError, match=words):
             rg.Federation.from_parts(train, [np.array(p) for p in parts], train, 2)
+
+
+def test_objects_are_told_in_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    """In a notebook. A line per round is printed if asked for."""
+    data = federation([3, 2, 1], [1, 1, 1])
+    assert repr(data).startswith("Federation(2 clients, 3 classes, 9 training and ")
+    assert re.fullmatch(r"Examples\(\d+ of shape \d+(x\d+)*, float64\)", repr(data.test))
+    result = rg.train(FedAvg(epochs=1), data, mlp, rounds=2)
+    assert capsys.readouterr().err == ""
+    assert re.fullmatch(r"Result\(2 rounds, accuracy [\d.]+ %(, tail [\d.]+ %)?\)", repr(result))
+    rg.train(FedAvg(epochs=1), data, mlp, rounds=2, evaluate_every=2, progress=True)
+    assert [line.split("  ")[0] for line in capsys.readouterr().err.splitlines()] == ["round 1/2", "round 2/2"]

@@ -46,6 +46,11 @@ class BusyError(RedgrapeError):
     exit_code = 75
 
 
+def install(extra: str) -> str:
+    """How to install an extra of redgrape. The quotes are for shells that read brackets as a pattern."""
+    return f"run `pip install 'redgrape[{extra}]'`, in a clone `pip install -e '.[{extra}]'`"
+
+
 def unknown(kind: str, word: str, options: Iterable[str]) -> ConfigError:
     """`unknown method 'fedavgg'; did you mean 'fedavg'?`, or the options if none is close."""
     names = sorted(options)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import sys
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -542,6 +543,9 @@ class Result:
     net: Net
     history: History
 
+    def __repr__(self) -> str:
+        return f"Result({len(self.history)} rounds, {_in_words(self.history[-1])})"
+
 
 def train(
     method: Method,
@@ -558,6 +562,7 @@ def train(
     min_answers: int = 1,
     deadline: float | None = None,
     exchange: Exchange = PLAIN,
+    progress: bool = False,
 ) -> Result:
     """Train a method on a federation, from the weights that `build` gives, with evaluations on the way.
 
@@ -567,6 +572,7 @@ def train(
     `deadline`: seconds after which a worker that has not answered counts as hung; ignored with one worker.
     `stack`: train this many clients of equal size as one, if the method and the net allow it. This is fast for small
     nets; results agree to rounding, not bit for bit.
+    `progress`: print a line per round on standard error.
     """
     history = History()
     with Training(
@@ -586,7 +592,16 @@ def train(
     ) as training:
         for step in training.steps():
             history.append(step.record)
+            if progress:
+                print(f"round {step.state.round}/{rounds}  {_in_words(step.record)}", file=sys.stderr, flush=True)
         return Result(step.state.server, training.net(step.state.server["model"]), history)
+
+
+def _in_words(record: Mapping[str, Any]) -> str:
+    """The main figures of a round in one line."""
+    figures = {name: record["test"][name] for name in ("accuracy", "tail")} if "test" in record else {}
+    words = [f"{name} {100 * value:.1f} %" for name, value in figures.items() if value is not None]
+    return ", ".join(words) or "not evaluated"
 
 
 def check_net(net: object, federation: FederatedData) -> None:

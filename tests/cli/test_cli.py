@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
+import operator
 import os
+import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -21,8 +25,11 @@ import redgrape
 from redgrape.cli import main as cli
 from redgrape.cli.commands.training import run_name
 from redgrape.errors import BusyError
+from redgrape.reading import method_index
 from redgrape.reading.run_tables import FIGURES, cell, mean_std
 from redgrape.runs.experiment import Experiment
+from redgrape.runs.figures import window
+from redgrape.runs.folder import RunFolder
 
 Values = Callable[..., dict[str, Any]]
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -115,7 +122,7 @@ def test_run_prints_its_result_and_tells_its_progress_apart(command: Command, to
         assert line.startswith(f"remembering  round {number}/2  loss ")
         assert "accuracy" in line
         assert "tail" in line
-        assert line.endswith(" s")
+        assert re.search(r" \d+\.\d s, \d+ s left$" if number == 1 else r" \d+\.\d s$", line)
     assert "\x1b" not in outcome.err + outcome.out
     assert "\r" not in outcome.err + outcome.out
     accuracy = summary_of(tmp_path / "here")["mean_of_last"]["accuracy"]
@@ -276,17 +283,25 @@ def test_compare(command: Command, toml: Path, tmp_path: Path) -> None:
     """Two methods and two seeds: a table of means and deviations, a picture, and nothing is trained twice."""
     outcome = good(command(*compared(toml)))
     runs = [f"{method}-seed{seed}" for method in ("fedavg", "redgrape-lam-0.2-norm-per_tensor") for seed in (0, 1)]
-    assert sorted(p.name for p in (tmp_path / "cmp").iterdir()) == sorted([*runs, "per_class.png", "table.md"])
+    files = ["curves.png", "per_class.png", "table.csv", "table.json", "table.md", "table.tex"]
+    assert sorted(p.name for p in (tmp_path / "cmp").iterdir()) == sorted([*runs, *files])
     assert (tmp_path / "cmp" / "per_class.png").read_bytes().startswith(PNG)
     lines = outcome.err.splitlines()
-    assert ["note: privacy: " in line for line in lines] == [False] * 6 + [True] + [False] * 2 + [True]
-    assert outcome.err.startswith("fedavg seed 0  round 1/2")
+    assert ["note: privacy: " in line for line in lines] == [False] * 12 + [True]  # once for both seeds
+    assert lines[-1].endswith("(1 more runs disclosed the like)")
+    assert [line.rpartition(": ")[2] for line in lines if line.startswith("run ")] == [
+        f"{method}, seed {seed}" for method in ("fedavg", "redgrape:lam=0.2,norm=per_tensor") for seed in (0, 1)
+    ]
+    assert lines[1].startswith("fedavg seed 0  round 1/2")
+    assert lines[1].endswith("s left")
     table = (tmp_path / "cmp" / "table.md").read_text()
     for method, names in (("fedavg", runs[:2]), ("redgrape:lam=0.2,norm=per_tensor", runs[2:])):
         summaries = [summary_of(tmp_path / "cmp" / name) for name in names]
-        row = " | ".join([method, "2", *[cell([s["mean_of_last"][f] for s in summaries]) for f in FIGURES]])
-        assert row in table
-        assert cell([s["mean_of_last"]["tail"] for s in summaries]) in outcome.out
+        pairs = [mean_std([s["mean_of_last"][f] for s in summaries]) for f in FIGURES]
+        (row,) = [line for line in table.splitlines() if line.startswith(f"| {method} ")]
+        written = [cell.strip(" *") for cell in row.strip("|").split("|")]
+        assert written == [method, *[f"{100 * mean:.2f} ± {100 * std:.2f}" for mean, std in pairs if std is not None]]
+        assert cell([s["mean_of_last"]["tail"] for s in summaries]).replace(" ", "") in outcome.out
         assert [s["seed"] for s in summaries] == [0, 1]
     splits = [summary_of(tmp_path / "cmp" / name)["split"] for name in runs]
     assert splits[:2] == splits[2:]
@@ -296,8 +311,9 @@ def test_compare(command: Command, toml: Path, tmp_path: Path) -> None:
     again = good(command(*compared(toml, "--json")))
     assert again.err == ""
     assert {name: (tmp_path / "cmp" / name / "times.jsonl").read_bytes() for name in runs} == before
-    figures = again.json()["table"]["fedavg"]
-    assert figures["accuracy"] == [summary_of(tmp_path / "cmp" / n)["mean_of_last"]["accuracy"] for n in runs[:2]]
+    figures = {e["measure"]: e["seeds"] for e in again.json()["table"]["entries"] if e["row"] == "fedavg"}
+    accuracies = [summary_of(tmp_path / "cmp" / n)["mean_of_last"]["accuracy"] for n in runs[:2]]
+    assert list(figures["accuracy"].values()) == accuracies
     assert set(figures) == set(FIGURES)
 
     everything = tree_of(tmp_path)
@@ -324,6 +340,26 @@ def test_compare_goes_on_where_it_was_left(command: Command, toml: Path, tmp_pat
     (tmp_path / "c" / "fedavg-seed3" / "summary.json").unlink()
     assert len(good(command(*arguments)).err.splitlines()) == 1
     assert written(tmp_path / "c" / "fedavg-seed3") == whole
+
+
+def test_the_mean_of_a_run_covers_at_most_half_of_it(finished: Path) -> None:
+    assert [window(rounds) for rounds in (1, 2, 6, 19, 20, 500)] == [1, 1, 3, 9, 10, 10]
+    assert summary_of(finished)["averaged_rounds"] == [2]
+
+
+def test_a_finished_run_keeps_the_mean_that_it_recorded(command: Command, finished: Path, tmp_path: Path) -> None:
+    """One of an earlier redgrape, whose mean is over both of its rounds."""
+    run = tmp_path / "older"
+    shutil.copytree(finished, run)
+    summary, lines = summary_of(run), [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    summary["averaged_rounds"] = [1, 2]
+    summary["mean_of_last"] = {f: sum(line["test"][f] for line in lines) / 2 for f in FIGURES}
+    summary["per_class"] = [sum(pair) / 2 for pair in zip(*[line["test"]["per_class"] for line in lines], strict=True)]
+    RunFolder.open(run).write_summary(summary)
+    before = written(run)
+    good(command("resume", run, "--workers", 1))
+    assert written(run) == before
+    assert good(command("ls", run, "--json")).json()[0]["accuracy"] == summary["mean_of_last"]["accuracy"]
 
 
 def test_the_numbers_of_a_table() -> None:
@@ -416,14 +452,40 @@ def test_methods(command: Command, remembering: Path) -> None:
     parameters = 4 * (6 * 128 + 128 + 128 * 64 + 64 + 64 * 3 + 3)  # of the mlp, in bytes
     assert by_name["fedavg"]["down"] == parameters
     assert by_name["scaffold"]["down"] == 2 * parameters
-    assert by_name["scaffold"]["assumes"] == "state at the clients"
-    assert by_name["fedic"]["assumes"] == "single updates, balanced data at the server"
-    assert by_name["balanced_softmax"]["assumes"] == "the clients' summed class counts"
+    assert by_name["scaffold"]["needs"] == ["state at the clients"]
+    assert by_name["fedic"]["needs"] == ["balanced data at the server"]
+    assert by_name["fedic"]["discloses"] == "each client's update"
+    assert by_name["balanced_softmax"]["needs"] == ["the clients' summed class counts"]
+    assert by_name["redgrape"]["discloses"].startswith("which classes a client holds")
     text = good(command("methods", *small)).out
     assert all(row["method"] in text for row in listed)
     for wrong in (["--net", "mpl"], ["--shape", "0"], ["--shape", "x"], ["--classes", "1"]):
         refused = command("methods", *wrong)
         assert (refused.code != 0, len(refused.err.splitlines())) == (True, 1)
+
+
+def test_methods_are_chosen_by_what_they_need(command: Command) -> None:
+    plain = {row["method"] for row in good(command("methods", "--needs", "nothing", "--summable", "--json")).json()}
+    assert {"fedavg", "fedprox"} <= plain
+    assert not {"climb", "redgrape", "scaffold"} & plain
+    assert [row["method"] for row in good(command("methods", "--needs", "balanced data", "--json")).json()] == [
+        "fedic",
+        "ratio_loss",
+    ]
+    assert "no method needs 'luck'; choose from nothing, " in command("methods", "--needs", "luck").err
+
+
+def test_the_index_of_methods_is_up_to_date() -> None:
+    measured = [method_index.measure(name) for name in redgrape.methods.names()]
+    assert method_index.lines() == measured, "run scripts/index_methods.py"
+    assert list(method_index._index()) == redgrape.methods.names(), "run scripts/index_methods.py"
+
+
+@pytest.mark.parametrize("words", [["methods"], ["methods", "--json"], ["reproduce"], ["ls", "."], []])
+def test_lists_need_no_torch(words: list[str]) -> None:
+    code = "import sys\nfrom redgrape.cli.main import run\nrun(sys.argv[1:])\nsys.exit('torch' in sys.modules)"
+    ended = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, timeout=60, check=False)
+    assert ended.returncode == 0, ended.stderr
 
 
 def test_one_method(command: Command, remembering: Path) -> None:
@@ -520,7 +582,6 @@ def corner(tmp_path: Path, vectors: Path, finished: Path, toml: Path, model: Pat
 
 
 BAD = [
-    ("", 2, "required: COMMAND"),
     ("rnu", 2, "invalid choice: 'rnu'"),
     ("run --nonsense", 2, "--nonsense"),
     ("run --round 3", 2, "--round"),
@@ -633,6 +694,18 @@ def test_debug_shows_the_traceback(command: Command) -> None:
         command("resume", "n" * 300, "--debug")
 
 
+def test_a_run_that_failed_in_its_first_round_can_begin_again(command: Command, toml: Path) -> None:
+    words = ["run", toml, "-c", "method.weight_decay=1e9", "--workers", 1, "--out", "r"]
+    assert command(*words, "--lr", "1e9").code == 3
+    refused = command("run", toml, "--workers", 1, "--out", "r")
+    assert refused.code == 2
+    assert "add --overwrite to begin it again" in refused.err
+    good(command("run", toml, "--workers", 1, "--out", "r", "--overwrite"))
+    kept = command("run", toml, "--workers", 1, "--out", "r", "--overwrite")  # rounds that are done stay
+    assert kept.code == 2
+    assert "already exists; continue it with `redgrape resume r`, or choose another --out" in kept.err
+
+
 def test_a_run_that_diverges_ends_with_code_3(command: Command, toml: Path) -> None:
     outcome = command("run", toml, "--lr", "1e9", "-c", "method.weight_decay=1e9", "--workers", 1, "--out", "r")
     assert outcome.code == 3
@@ -651,6 +724,31 @@ def test_an_interruption_in_this_process(command: Command, toml: Path, monkeypat
     assert outcome.code == 130
     assert outcome.err.startswith("redgrape: interrupted; run `redgrape resume RUN` to continue")
     assert len(outcome.err.splitlines()) == 1
+
+
+def test_without_a_command_it_says_how_to_begin(command: Command) -> None:
+    outcome = command()
+    assert (outcome.code, outcome.out) == (2, "")
+    assert max(map(len, outcome.err.splitlines())) <= 80
+    begun = [line.split("   ")[0].split()[1:] for line in outcome.err.splitlines() if line.startswith("  ")]
+    assert len(begun) == 3
+    for words in begun:
+        assert cli._parser().parse_args(words)
+
+
+def test_the_help_tells_the_defaults() -> None:
+    values = Experiment().resolved()
+    for flag, (key, _, text) in cli._FLAGS.items():
+        told = re.search(r"(\S+) \(default\)|\(default: ([\w.]+)\)", text)
+        value = functools.reduce(operator.getitem, key.split("."), values) if told else None
+        if told and told[2] != "all":
+            assert (told[1] or told[2]) == (f"{value:g}" if isinstance(value, float) else str(value)), flag
+
+
+def test_the_examples_of_the_help_can_be_parsed() -> None:
+    for lines in cli.EXAMPLES.values():
+        for line in lines:
+            assert cli._parser().parse_args(shlex.split(line)[1:])
 
 
 def test_help_and_version(command: Command, capsys: pytest.CaptureFixture[str]) -> None:
@@ -738,7 +836,7 @@ def test_what_was_interrupted_among_several_runs_goes_on_by_the_same_command(
         raise KeyboardInterrupt
 
     for module in (training, suites):
-        monkeypatch.setattr(module, "described" if words[0] != "reproduce" else "cores", interrupted)
+        monkeypatch.setattr(module, "described" if words[0] != "reproduce" else "workers_of", interrupted)
     outcome = command(*words)
     assert outcome.code == 130
     assert outcome.err.startswith("redgrape: interrupted; run the same command to continue from the last")
@@ -936,11 +1034,11 @@ def test_the_table_of_the_validation_set(command: Command, toml: Path) -> None:
     """Its figures are those of the validation records, and a run without one says which option to pass."""
     shared = ["--experiment", toml, "--workers", 1, "--rounds", 2, "--json"]
     held_out = ["compare", "fedavg", *shared, "-c", "data.validation=2", "--on", "validation", "--out", "a"]
-    table = good(command(*held_out)).json()["table"]["fedavg"]
+    entries = good(command(*held_out)).json()["table"]["entries"]
     (metrics,) = Path("a").glob("fedavg-seed*/metrics.jsonl")
     lines = metrics.read_text().splitlines()
-    records = [json.loads(line)["validation"]["accuracy"] for line in lines]
-    assert table["accuracy"] == [pytest.approx(sum(records) / len(records))]
+    last = json.loads(lines[-1])["validation"]["accuracy"]  # the mean is over at most half of the two rounds
+    assert [e["mean"] for e in entries if e["measure"] == "accuracy"] == [pytest.approx(last)]
     outcome = command("compare", "fedavg", *shared, "--on", "validation", "--out", "b")
     assert outcome.code == 2
     assert "-c data.validation=10" in outcome.err

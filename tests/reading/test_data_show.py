@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import io
 from pathlib import Path
 
 import numpy as np
 import pytest
-from rich.console import Console
 
 from redgrape.data.examples import Examples
 from redgrape.data.federation import Federation
@@ -25,9 +23,7 @@ def federation(clients: int, classes: int, head: int = 200, ir: float = 50) -> F
 
 
 def text_of(shown: Federation) -> str:
-    console = Console(file=io.StringIO(), width=160)
-    console.print(describe(shown))
-    return console.file.getvalue()
+    return describe(shown)
 
 
 def test_a_small_federation_is_shown_cell_by_cell() -> None:
@@ -35,12 +31,12 @@ def test_a_small_federation_is_shown_cell_by_cell() -> None:
     text = text_of(shown)
     assert shown.fingerprint()[:16] in text
     assert "ratio 50" in text
-    for client, counts in enumerate(shown.client_counts):
-        cells = [str(client), *(str(n) if n else "." for n in counts), str(counts.sum())]
-        assert any(line.replace("│", " ").split() == cells for line in text.splitlines())
+    for c, counts in enumerate(shown.client_counts.T):
+        cells = [str(c), *(str(n) if n else "." for n in counts), str(counts.sum())]
+        assert any(line.split() == cells for line in text.splitlines())
     for group in ("head", "middle", "tail"):
         members = getattr(shown.groups, group)
-        row = next(line for line in text.splitlines() if line.startswith(f"│ {group} "))
+        row = next(line for line in reversed(text.splitlines()) if line.startswith(f"{group} "))
         tests = shown.counts("test")
         assert ", ".join(f"{c} {shown.class_counts[c]}/{tests[c]}" for c in members) in row
 
@@ -51,8 +47,8 @@ def test_a_large_federation_is_summed_up(clients: int, classes: int) -> None:
     text = text_of(shown)
     assert len(text.splitlines()) < 45
     sizes = shown.client_counts.sum(axis=1)
-    row = next(line for line in text.splitlines() if line.startswith("│ examples"))
-    assert row.replace("│", " ").split() == ["examples", f"{sizes.min()}", f"{np.median(sizes):g}", f"{sizes.max()}"]
+    row = next(line for line in text.splitlines() if line.startswith("examples "))
+    assert row.split() == ["examples", f"{sizes.min()}", f"{np.median(sizes):g}", f"{sizes.max()}"]
 
 
 def test_an_empty_class_is_said_to_be_empty() -> None:

@@ -43,9 +43,11 @@ def test_a_comparison_with_both_baselines(tmp_path: Path, capsys: pytest.Capture
     more = f"--net linear --clients-per-round 1 --workers 1 --quiet --json --out {tmp_path}/out"
     assert run(f"{words} {more}".split()) == 0
     told = json.loads(capsys.readouterr().out)
-    assert list(told["table"]) == ["fedavg", "fedavg@alone", "fedavg@pooled"]
-    assert any("as the mean of 2 clients" in note for note in told["notes"])
-    assert any("the gap from fedavg@alone" in note or "no gap from fedavg@alone" in note for note in told["notes"])
+    rows, notes = told["table"]["blocks"][0]["rows"], told["table"]["notes"]
+    assert [row[0]["text"] for row in rows] == ["fedavg", "fedavg@alone", "fedavg@pooled"]
+    assert any("as the mean of 2 clients" in note for note in notes)
+    assert any("the gap from fedavg@alone" in note or "no gap from fedavg@alone" in note for note in notes)
+    assert any("too few seeds to compare methods: 1 a cell" in note for note in notes)  # two clients are no two seeds
     assert sorted(p.name for p in (tmp_path / "out").glob("*alone*")) == [
         "fedavg-alone-0-n-seed0",
         "fedavg-alone-1-s-seed0",

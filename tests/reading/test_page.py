@@ -33,7 +33,7 @@ from redgrape.reading.page import figures, reading
 from redgrape.reading.page.figures import text
 from redgrape.reading.page.reading import is_locked
 from redgrape.reading.page.serve import Server
-from redgrape.reading.run_tables import FIGURES
+from redgrape.reading.run_tables import FIGURES, RunView
 from redgrape.runs.experiment import Experiment
 from redgrape.runs.folder import RunFolder
 from redgrape.runs.run import Run, classifier_norms
@@ -708,7 +708,7 @@ def test_tensorboard_that_is_missing_is_one_line(
     toml = tmp_path / "tiny.toml"
     toml.write_text(Experiment.parse(tiny()).to_toml())
     assert cli.run(["run", str(toml), "--out", str(tmp_path / "run"), "--workers", "1", "--tensorboard"]) == 2
-    assert "pip install redgrape[tensorboard]" in capsys.readouterr().err
+    assert "pip install -e '.[tensorboard]'" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
 
 
@@ -904,3 +904,20 @@ def test_browser_follows_a_run(browser: Browser, runs: Path, tmp_path: Path) -> 
         browser.until(f"{state} === 'finished' && {DRAWN}.includes('Confusion matrix of fedavg')")
         assert browser.value("document.documentElement.scrollWidth") <= 390
         assert browser.complaints == []
+
+
+def test_the_page_tells_the_clients_that_there_are(tmp_path: Path) -> None:
+    """The number in the experiment is not that of a natural partition."""
+
+    def clients(environment: dict[str, Any] | None, **data: Any) -> int | None:
+        experiment = {"data": {"clients": 10, "partition": "natural", **data}}
+        return figures._clients(reading.Reading(RunView(tmp_path, experiment, environment, [], None), []))
+
+    assert clients({"client_names": ["north", "south", "west"]}) == 3
+    assert clients({"client_counts": [[1, 2], [3, 4]]}) == 2  # of an older run
+    assert clients(None) is None
+    assert clients(None, partition="iid") == 10
+    experiment = {"data": {"source": "t.csv", "imbalance": "natural"}, "clients_per_round": "none"}
+    assert figures._title(experiment, 3) == "t, 3 clients"
+    assert figures._title(experiment, None) == "t, natural clients"
+    assert figures._title({**experiment, "clients_per_round": 2}, 3) == "t, 2 of 3 clients a round"

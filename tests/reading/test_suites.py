@@ -29,12 +29,13 @@ from redgrape.cli import main as cli
 from redgrape.cli.commands import suites
 from redgrape.data.longtail import exponential
 from redgrape.data.partition import partition
-from redgrape.errors import ConfigError
+from redgrape.errors import ConfigError, install
 from redgrape.reading.run_tables import RunView
 from redgrape.reading.suites import (
     cost,
     curves,
     description,
+    files,
     found_cells,
     grid,
     search,
@@ -51,7 +52,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PAPER = ROOT.parent / "shared" / "paper" / "redgrape.tex"
 METHODS = ["FedAvg", "Fed-Focal", "Ratio Loss", "CLIMB", "CReFF", "RedGrape"]
 
-by_suite = pytest.mark.parametrize("name", description.names())
+by_suite = pytest.mark.parametrize("name", files.names())
 
 SETTINGS = """
 [keys]
@@ -141,7 +142,7 @@ def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder.mkdir()
     for name, content in {"settings": SETTINGS, "small": SMALL, "rates": RATES, "same": SAME_CELLS}.items():
         (folder / f"{name}.toml").write_text(content)
-    monkeypatch.setattr(description, "FOLDERS", (folder,))
+    monkeypatch.setattr(files, "FOLDERS", (folder,))
     return folder
 
 
@@ -169,7 +170,7 @@ def good(outcome: Outcome) -> Outcome:
 
 def test_every_table_and_figure_has_its_suite() -> None:
     figures = ["fig_convergence", "fig_lambda", "fig_threshold", "fig_two_stream"]
-    assert description.names() == sorted(
+    assert files.names() == sorted(
         [*(f"table{i}" for i in range(1, 7)), *figures, "ablations", "cifar10_resnet8", "vine"]
     )
 
@@ -472,8 +473,8 @@ KILLED = """
 import sys
 from pathlib import Path
 from redgrape.cli import main as cli
-from redgrape.reading.suites import description
-description.FOLDERS = (Path(sys.argv[1]),)
+from redgrape.reading.suites import files
+files.FOLDERS = (Path(sys.argv[1]),)
 cli.main(sys.argv[2:])
 """
 
@@ -530,12 +531,12 @@ def test_a_cell_that_another_suite_has_come_to_is_not_run_again(
     (small / "other.toml").write_text(OTHER_RATES)
     carry_out, others = suites.carry_out, []
 
-    def meanwhile(folder: RunFolder, options: Any, label: str) -> bool:
+    def meanwhile(folder: RunFolder, options: Any, label: str, *, heading: str) -> bool:
         if not others:
             others.append("reproduce other")
             with folder.locked():
                 good(command("reproduce", "other"))
-        return carry_out(folder, options, label)
+        return carry_out(folder, options, label, heading=heading)
 
     monkeypatch.setattr(suites, "carry_out", meanwhile)
     good(command("reproduce", "rates"))
@@ -884,7 +885,7 @@ def test_search_without_a_validation_set_is_refused(command: Command, sampler: S
 def test_search_without_optuna_says_what_to_install(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "optuna", None)
     outcome = command(*SWEEP, *SEARCH, "-c", "data.validation=5")
-    assert (outcome.code, outcome.err) == (2, "redgrape: --search needs Optuna: pip install redgrape[search]\n")
+    assert (outcome.code, outcome.err) == (2, f"redgrape: --search needs Optuna; {install('search')}\n")
 
 
 # Figures: by hand
@@ -1127,7 +1128,7 @@ def test_durations_are_as_fine_as_estimates() -> None:
 def test_the_wheel_holds_the_suites() -> None:
     built = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["wheel"]
     assert built["force-include"] == {"experiments/suites": "redgrape/experiments"}
-    assert description.FOLDERS[0] == Path(redgrape.__file__).parent / "experiments"
+    assert files.FOLDERS[0] == Path(redgrape.__file__).parent / "experiments"
 
 
 @pytest.mark.parametrize("page", ["results", "results-quick"])
@@ -1136,7 +1137,7 @@ def test_the_results_pages_say_what_the_records_say(page: str, tmp_path: Path) -
     text = (ROOT / "docs" / f"{page}.md").read_text()
     marks = re.findall(r"^<!-- ([a-z0-9_]+) ([a-z]+):begin -->$", text, flags=re.MULTILINE)
     if page == "results-quick":
-        assert sorted(marks) == [(name, "quick") for name in description.names()]
+        assert sorted(marks) == [(name, "quick") for name in files.names()]
     for name, scale in marks:
         suite = description.load(name)
         found = found_cells.standings(suite.cells(scale), tmp_path, ROOT / "results")

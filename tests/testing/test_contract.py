@@ -510,6 +510,28 @@ def test_a_crash_is_told_with_its_line_in_the_method(crashing: Any, cause: Any, 
     assert type(told.value.__cause__) is cause
 
 
+class CrashesBelow(FedAvg):
+    def client_update(self, broadcast, state, site):
+        return _below(broadcast)
+
+
+def _below(broadcast):
+    return broadcast["modle"]
+
+
+@pytest.mark.parametrize(
+    ("crashing", "words"),
+    [
+        (Misspelt, r"Misspelt.client_update raises KeyError: 'modle' \(.*, in client_update\)"),
+        (Asserting, r"Asserting.server_update raises AssertionError: not the second round"),
+        (CrashesBelow, r"CrashesBelow.client_update raises KeyError: 'modle' \(.*, in _below\)"),
+    ],
+)
+def test_a_method_that_cannot_run_breaks_no_clause(crashing: type[Method], words: str) -> None:
+    with pytest.raises(AssertionError, match=f"^{words}"):
+        testing.check_method(crashing)
+
+
 def test_a_broken_clause_blames_no_line_of_the_method() -> None:
     with pytest.raises(AssertionError, match=r"clone first$"):
         testing.CHECKS["nothing_that_was_passed_is_modified"](ModifiesServer())

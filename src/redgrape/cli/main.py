@@ -20,6 +20,11 @@ from redgrape.methods import WITHOUT_TRAINING
 from redgrape.reading.terminal import printable
 
 
+def _examples(command: str) -> str | None:
+    lines = EXAMPLES.get(command)
+    return "\n  ".join(["examples:", *lines]) if lines else None
+
+
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message}; `{self.prog} --help` lists the options")
@@ -34,30 +39,69 @@ _FLAGS: dict[str, tuple[str, Any, str]] = {
     "--data": (
         "data.source",
         str,
-        "digits, mnist, cifar10, fars, ..., an image folder, an .npz, a table (.csv, .parquet) or file.py:function",
+        "digits (default), mnist, cifar10, fars, ..., an image folder, an .npz, a table (.csv, .parquet) or "
+        "file.py:function",
     ),
     "--label": ("data.label", str, "the column of a table that holds the classes"),
     "--site": ("data.site", str, "the column of a table that names each row's site"),
     "--test": ("data.test", str, "the column of a table that says test or train, or a value of one: fold=3"),
     "--drop": ("data.drop", names, "columns of a table that are no inputs: id,name"),
-    "--imbalance": ("data.imbalance", str, "exponential, binary or natural"),
-    "--ir": ("data.ir", float, "imbalance ratio"),
+    "--imbalance": ("data.imbalance", str, "exponential (default), binary or natural"),
+    "--ir": ("data.ir", float, "imbalance ratio (default: 50)"),
     "--tail": (
         "data.tail_classes",
         names,
         "the tail: names of classes, separated by commas (default: the rarest 30 %%)",
     ),
-    "--partition": ("data.partition", str, "class_dirichlet, prior_dirichlet, creff, iid, natural or file.py:function"),
-    "--alpha": ("data.alpha", float, "Dirichlet parameter: small is heterogeneous"),
-    "--clients": ("data.clients", int, "number of clients"),
+    "--partition": (
+        "data.partition",
+        str,
+        "class_dirichlet (default), prior_dirichlet, creff, iid, natural or file.py:function",
+    ),
+    "--alpha": ("data.alpha", float, "Dirichlet parameter: small is heterogeneous (default: 1)"),
+    "--clients": ("data.clients", int, "number of clients (default: 10)"),
     "--clients-per-round": ("clients_per_round", int, "clients sampled per round (default: all)"),
-    "--net": ("net.name", str, "cnn, resnet8, ..., mlp, linear, efficientnet_lite0 or file.py:function"),
-    "--rounds": ("rounds", int, "communication rounds"),
-    "--epochs": ("method.epochs", int, "local epochs"),
-    "--batch-size": ("method.batch_size", int, "examples per local step"),
-    "--lr": ("method.lr", float, "local learning rate"),
+    "--net": ("net.name", str, "cnn (default), resnet8, ..., mlp, linear, efficientnet_lite0 or file.py:function"),
+    "--rounds": ("rounds", int, "communication rounds (default: 20)"),
+    "--epochs": ("method.epochs", int, "local epochs (default: 5)"),
+    "--batch-size": ("method.batch_size", int, "examples per local step (default: 64)"),
+    "--lr": ("method.lr", float, "local learning rate (default: 0.01)"),
 }
 
+
+# Examples for the help, by command
+EXAMPLES = {
+    "run": [
+        "redgrape run --method fedavg --net mlp --rounds 10",
+        "redgrape run experiment.toml -c method.lam=0.2 --out runs/mine",
+        "redgrape run --data patients.csv --label diagnosis --site hospital --partition natural --net mlp",
+    ],
+    "resume": ["redgrape resume runs/mine", "redgrape resume runs/mine --rounds 40"],
+    "compare": [
+        "redgrape compare fedavg redgrape --net mlp --seeds 0,1,2",
+        "redgrape compare redgrape redgrape:lam=0.5 redgrape@alone redgrape@pooled --net mlp",
+    ],
+    "reproduce": ["redgrape reproduce", "redgrape reproduce table1 --plan", "redgrape reproduce table1 --only mnist"],
+    "sweep": [
+        "redgrape sweep method.lam=0.01,0.1,1 --net mlp --seeds 0,1,2 -c data.validation=10 --on validation",
+        "redgrape sweep method.lam=0.01..1:log --search 20 --net mlp -c data.validation=10",
+    ],
+    "ls": ["redgrape ls", "redgrape ls runs/compare --json"],
+    "show": ["redgrape show runs/compare/fedavg-seed0"],
+    "methods": ["redgrape methods --needs nothing --summable", "redgrape methods redgrape"],
+    "data show": ["redgrape data show --data cifar10 --ir 100 --alpha 0.5"],
+    "report": ["redgrape report runs/compare"],
+    "export": ["redgrape export runs/mine model", "redgrape export runs/mine model --format onnx"],
+    "evaluate": ["redgrape evaluate runs/mine", "redgrape evaluate model photos/"],
+    "predict": ["redgrape predict model photos/ --out predictions.csv"],
+}
+WELCOME = """redgrape trains federated models on long-tailed data. To begin:
+
+  redgrape compare fedavg redgrape --net mlp   train two methods, compare them
+  redgrape data show --ir 100 --clients 20     show the examples of each client
+  redgrape methods                             list the methods
+
+`redgrape --help` lists all commands, `redgrape COMMAND --help` its options."""
 
 GOING_ON = ("compare", "deploy", "reproduce", "sweep")  # run again, these commands continue their work
 ENDED = {signal.SIGINT: 130, signal.SIGTERM: 143}  # exit codes of commands ended by a signal
@@ -85,6 +129,9 @@ def run(arguments: list[str]) -> int:
 def _run(arguments: list[str]) -> int:
     debug = "--debug" in arguments
     words = [word for word in arguments if word != "--debug"]
+    if not words:
+        print(WELCOME, file=sys.stderr)
+        return ConfigError.exit_code  # nothing was asked: a script with an empty variable should notice
     try:
         try:
             options = _parser().parse_args(words)
@@ -156,24 +203,39 @@ def _command(module: str, name: str) -> Any:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="redgrape", description="Federated learning on long-tailed data.", allow_abbrev=False)
+    parser = _Parser(
+        prog="redgrape",
+        description="Federated learning on long-tailed data.",
+        allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--version", action="version", version=f"redgrape {__version__}")
     parser.epilog = "Use --debug to show the traceback of an error."
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND", parser_class=_Parser)
 
     def add(name: str, module: str, text: str) -> argparse.ArgumentParser:
-        command = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
+        command = commands.add_parser(
+            name,
+            help=text,
+            description=text,
+            allow_abbrev=False,
+            epilog=_examples(name),
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
         command.set_defaults(command=_command(module, name))
         command.add_argument("--json", action="store_true", help="print JSON")
         return command
 
     command = add("run", "training", "train a method on a long-tailed federation")
     command.add_argument("experiment", nargs="?", type=_path, help="a TOML file (default: built-in settings)")
-    command.add_argument("--method", dest="set:method.name", metavar="NAME", help="the method")
-    command.add_argument("--preset", dest="set:method.preset", metavar="NAME", help="the preset of the method")
-    command.add_argument("--seed", dest="set:seed", type=int, metavar="N", help="the seed")
+    command.add_argument("--method", dest="set:method.name", metavar="NAME", help="the method (default: redgrape)")
+    command.add_argument(
+        "--preset", dest="set:method.preset", metavar="NAME", help="the preset of the method (default: paper)"
+    )
+    command.add_argument("--seed", dest="set:seed", type=int, metavar="N", help="the seed (default: 0)")
     _add_experiment_flags(command)
     command.add_argument("--out", type=_path, metavar="DIR", help="the run folder (default: a new one below runs/)")
+    command.add_argument("--overwrite", action="store_true", help="replace a run of which no round is done")
     _add_execution_flags(command)
 
     command = add("fit", "training", "fit a head to a pretrained encoder in one round, without training")
@@ -204,15 +266,20 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--preset", dest="set:method.preset", metavar="NAME", help="the preset for all methods")
     _add_seed_flags(command)
     _add_experiment_flags(command)
-    command.add_argument("--out", type=_path, default=Path("runs/compare"), metavar="DIR", help="folder for the runs")
+    command.add_argument(
+        "--out", type=_path, default=Path("runs/compare"), metavar="DIR", help="folder for the runs (runs/compare)"
+    )
     _add_overwrite_flag(command)
     _add_on_flag(command)
     _add_execution_flags(command)
 
-    command = add("reproduce", "suites", "run the experiments behind a table or figure of the paper, and write it")
+    command = add("reproduce", "reproduce", "run the experiments behind a table or figure of the paper, and write it")
     command.add_argument("name", nargs="?", help="the suite, such as table2 or fig_lambda (default: list all suites)")
     command.add_argument(
-        "--scale", choices=["paper", "study", "quick"], default="quick", help="how much to run (quick: minutes)"
+        "--scale",
+        choices=["paper", "study", "quick"],
+        default="quick",
+        help="how much to run (default: quick, minutes)",
     )
     command.add_argument(
         "--only", nargs="+", default=[], metavar="WHAT", help="run only these cells, e.g. mnist ir=100 method=redgrape"
@@ -228,8 +295,10 @@ def _parser() -> argparse.ArgumentParser:
     command = add("sweep", "suites", "run your own grid or search, and write its table")
     command.add_argument("grid", nargs="+", metavar="KEY=V1,V2", help="an axis; with --search also KEY=LOW..HIGH[:log]")
     command.add_argument("--experiment", type=_path, metavar="FILE", help="a TOML file with the other settings")
-    command.add_argument("--method", dest="set:method.name", metavar="NAME", help="the method")
-    command.add_argument("--preset", dest="set:method.preset", metavar="NAME", help="the preset of the method")
+    command.add_argument("--method", dest="set:method.name", metavar="NAME", help="the method (default: redgrape)")
+    command.add_argument(
+        "--preset", dest="set:method.preset", metavar="NAME", help="the preset of the method (default: paper)"
+    )
     _add_seed_flags(command)
     command.add_argument("--reference", metavar="ROW", help="the row to compare others with (default: the first)")
     command.add_argument("--search", type=_positive, metavar="N", help="let Optuna propose N settings, by validation")
@@ -264,18 +333,32 @@ def _parser() -> argparse.ArgumentParser:
     command = add("methods", "inspection", "list the methods, or show one with its hyper-parameters")
     command.add_argument("name", nargs="?", help="a method")
     command.add_argument("--net", default="cnn", metavar="NAME", help="show message sizes for this net (cnn)")
-    command.add_argument("--shape", type=_shape, default=(1, 28, 28), metavar="1,28,28", help="the input shape")
+    command.add_argument(
+        "--shape", type=_shape, default=(1, 28, 28), metavar="1,28,28", help="the input shape (1,28,28)"
+    )
     command.add_argument("--classes", type=_positive, default=10, metavar="N", help="the number of classes (10)")
+    command.add_argument("--needs", metavar="WORDS", help="list methods that need this: nothing, state, counts, data")
+    command.add_argument("--summable", action="store_true", help="list methods that work with secure sums alone")
 
     data = commands.add_parser("data", help="show or download data", description="Show or download data.")
     parts = data.add_subparsers(required=True, metavar="COMMAND", parser_class=_Parser)
-    command = parts.add_parser("show", help="print and plot the examples of each client", allow_abbrev=False)
+    text = "print and plot the examples of each client"
+    command = parts.add_parser(
+        "show",
+        help=text,
+        description=text,
+        allow_abbrev=False,
+        epilog=_examples("data show"),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     command.set_defaults(command=_command("data", "show"))
     command.add_argument("experiment", nargs="?", type=_path, help="a TOML file (default: built-in settings)")
-    command.add_argument("--seed", dest="set:seed", type=int, metavar="N", help="the seed")
+    command.add_argument("--seed", dest="set:seed", type=int, metavar="N", help="the seed (default: 0)")
     _add_experiment_flags(command)
     command.add_argument("--data-root", type=_path, metavar="DIR", help="folder with the data files")
-    command.add_argument("--out", type=_path, default=Path("federation.png"), metavar="FILE", help="the figure")
+    command.add_argument(
+        "--out", type=_path, default=Path("federation.png"), metavar="FILE", help="the figure (federation.png)"
+    )
     command.add_argument("--json", action="store_true", help="print JSON")
     command = parts.add_parser("fetch", help="download a data set and verify it", allow_abbrev=False)
     command.set_defaults(command=_command("data", "fetch"))
@@ -294,7 +377,9 @@ def _parser() -> argparse.ArgumentParser:
     command = add("export", "model", "export the inference model of a run, with a model card")
     command.add_argument("run", type=_path, help="the run folder")
     command.add_argument("out", type=_path, help="the model folder to create")
-    command.add_argument("--format", choices=["safetensors", "onnx"], default="safetensors", help="weight format")
+    command.add_argument(
+        "--format", choices=["safetensors", "onnx"], default="safetensors", help="weight format (safetensors)"
+    )
     command = add("evaluate", "model", "evaluate a run on its own test set, or a model on labelled data")
     command.add_argument("model", type=_path, metavar="RUN_OR_MODEL", help="the folder of a run or of a model")
     command.add_argument(
@@ -338,7 +423,9 @@ def _add_deployment(commands: Any) -> None:
     )
     command.add_argument("--classes", metavar="A,B,C", help="the class names, or their number (numbered from 0)")
     command.add_argument("--shape", type=_shape, metavar="1,28,28", help="the shape of an input")
-    command.add_argument("--input", choices=["uint8", "float"], default="uint8", help="pixels (uint8) or floats")
+    command.add_argument(
+        "--input", choices=["uint8", "float"], default="uint8", help="pixels (uint8, the default) or floats"
+    )
     command.add_argument("--image-size", type=_positive, metavar="N", help="resize images in folders to N by N")
     command.add_argument("--tail", metavar="A,B", help="classes to report as the tail")
     command.add_argument(
@@ -452,20 +539,22 @@ def _add_on_flag(command: argparse.ArgumentParser) -> None:
         "--on",
         choices=["test", "validation"],
         default="test",
-        help="the set that the table reports (see data.validation)",
+        help="the set that the table reports (default: test; see data.validation)",
     )
 
 
 def _add_execution_flags(command: argparse.ArgumentParser) -> None:
     group = command.add_argument_group("execution (does not change results, except as noted)")
     group.add_argument("--workers", type=_positive, metavar="N", help="worker processes (default: one per core)")
-    group.add_argument("--device", default="cpu", help="cpu, or cuda with --workers 1 (changes the last bits)")
+    group.add_argument(
+        "--device", default="cpu", help="cpu (default), or cuda with --workers 1 (changes the last bits)"
+    )
     group.add_argument(
         "--stack",
         type=_positive,
         default=1,
         metavar="N",
-        help="train N clients of equal size as one; fast for small nets (changes the last bits)",
+        help="train N clients of equal size as one; fast for small nets (changes the last bits; default: 1)",
     )
     group.add_argument("--data-root", type=_path, metavar="DIR", help="folder with the data files (or $REDGRAPE_DATA)")
     group.add_argument(

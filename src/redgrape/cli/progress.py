@@ -13,30 +13,47 @@ if TYPE_CHECKING:
     from redgrape.training import Step
 
 
+def duration(seconds: float) -> str:
+    """Text such as `40 s`, `3 min` or `5 h`."""
+    if seconds < 90:
+        return f"{max(1, round(seconds))} s"
+    if seconds < 90 * 60:
+        return f"{round(seconds / 60)} min"
+    return f"{round(seconds / 3600)} h" if seconds < 48 * 3600 else f"{round(seconds / 86400)} days"
+
+
 def percent(value: float | None) -> str:
     return "–" if value is None else f"{100 * value:.1f}"
 
 
 class Progress:
-    def __init__(self, label: str, done: int, rounds: int, *, as_json: bool = False, quiet: bool = False) -> None:
+    """`heading` stands above the bar or the lines. It is the label, unless there are several runs."""
+
+    def __init__(
+        self, label: str, done: int, rounds: int, *, heading: str = "", as_json: bool = False, quiet: bool = False
+    ) -> None:
         self._label, self._rounds, self._json, self._quiet = printable(label), rounds, as_json, quiet
+        self._heading = printable(heading)
+        self._seconds: list[float] = []
         self._bar: Any = None
         self._task: Any = None
         self._embedding: Any = None
         if sys.stderr.isatty() and not as_json and not quiet:
             from rich.console import Console
-            from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+            from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
             from rich.progress import Progress as Bar
 
-            columns = (
-                TextColumn("{task.description:<28}", markup=False),
-                BarColumn(bar_width=24),
+            if done < rounds:
+                self._heading = self._heading or self._label
+            columns = (  # 80 columns hold all of it
+                TextColumn("{task.description}", markup=False),
+                BarColumn(bar_width=12),
                 MofNCompleteColumn(),
-                TimeRemainingColumn(),
+                TextColumn("{task.fields[left]}", markup=False),
                 TextColumn("{task.fields[figures]}", markup=False),
             )
             self._bar = Bar(*columns, console=Console(stderr=True))
-            self._task = self._bar.add_task(self._label, total=rounds, completed=done, figures="starting")
+            self._task = self._bar.add_task("round", total=rounds, completed=done, left="", figures="starting")
 
     def step(self, step: Step) -> None:
         record = step.record
@@ -44,18 +61,26 @@ class Progress:
             return
         if self._json:
             print(json.dumps({"run": self._label, **record, "seconds": step.seconds}), flush=True)
-        elif self._bar is not None:
-            self._bar.update(self._task, completed=record["round"], figures=self._figures(record))
+            return
+        self._seconds.append(sum(step.seconds.values()))
+        left = self._left(record["round"])
+        if self._bar is not None:
+            self._bar.update(self._task, completed=record["round"], left=left, figures=self._figures(record))
         else:
-            seconds = sum(step.seconds.values())
-            line = f"{self._label}  round {record['round']}/{self._rounds}  {self._figures(record)}  {seconds:.1f} s"
-            print(line, file=sys.stderr, flush=True)
+            line = f"{self._label}  round {record['round']}/{self._rounds}  {self._figures(record)}"
+            print(f"{line}  {self._seconds[-1]:.1f} s{left and f', {left}'}", file=sys.stderr, flush=True)
+
+    def _left(self, round: int) -> str:
+        """The time left, by the mean of the rounds so far. The first round also starts the workers."""
+        timed = self._seconds[1:] or self._seconds
+        seconds = (self._rounds - round) * sum(timed) / len(timed)
+        return f"{duration(seconds)} left" if round < self._rounds else ""
 
     def embedding(self, done: int, total: int) -> None:
         """Examples whose features are computed before the first round."""
         if self._bar is not None:
             if self._embedding is None:
-                self._embedding = self._bar.add_task("embedding", figures="")
+                self._embedding = self._bar.add_task("embedding", left="", figures="")
             self._bar.update(self._embedding, completed=done, total=total, visible=done < total)
         elif done == total and not self._json and not self._quiet:
             print(f"{self._label}  embedded {total} examples", file=sys.stderr, flush=True)
@@ -70,6 +95,8 @@ class Progress:
         return "  ".join(parts)
 
     def __enter__(self) -> Self:
+        if self._heading and not self._json and not self._quiet:
+            print(self._heading, file=sys.stderr, flush=True)
         if self._bar is not None:
             self._bar.start()
         return self

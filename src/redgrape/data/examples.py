@@ -70,6 +70,10 @@ class Examples:
         object.__setattr__(self, "x", x)
         object.__setattr__(self, "y", y.long())
 
+    def __repr__(self) -> str:
+        kind = str(self.x.dtype).removeprefix("torch.")
+        return f"Examples({len(self)} of shape {'x'.join(map(str, self.x.shape[1:])) or 'scalar'}, {kind})"
+
     def __len__(self) -> int:
         return len(self.y) if self.rows is None else len(self.rows)
 

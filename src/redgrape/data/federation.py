@@ -231,6 +231,13 @@ class Federation:
             columns=columns,
         )
 
+    def __repr__(self) -> str:
+        training = sum(map(len, self.parts))
+        return (
+            f"Federation({self.num_clients} clients, {self.num_classes} classes, {training} training and "
+            f"{len(self.test)} test examples)"
+        )
+
     @property
     def num_clients(self) -> int:
         return len(self.parts)

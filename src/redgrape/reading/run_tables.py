@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from redgrape.errors import ConfigError, StorageError
+from redgrape.errors import ConfigError, StorageError, install
 from redgrape.reading import gap, judged, terminal
 from redgrape.runs import checksums, durable
 from redgrape.runs.checksums import hash_of
@@ -28,8 +28,12 @@ TITLES = {
     "head": "head",
     "middle": "middle",
     "tail": "tail",
+    "many": "classes of > 100",
+    "medium": "classes of 20 to 100",
+    "few": "classes of < 20",
+    "top5": "top 5",
 }
-OF_MANY = {"many": "more than 100", "medium": "20 to 100", "few": "fewer than 20", "top5": "top 5"}
+SHORT = {**TITLES, "balanced": "balanced", "many": "> 100", "medium": "20 to 100", "few": "< 20"}  # in a terminal
 POINTS = 100  # with very many classes, a figure shows the means of this many neighbourhoods
 
 
@@ -211,13 +215,8 @@ def notes(results: Sequence[Result]) -> list[str]:
     environment = results[0].runs[0].environment or {}
     names = [terminal.printable(name) for name in environment.get("class_names", [])]
     few = judged.notes(names, counts(results), environment.get("class_counts"), results[0].on)
-    return [*few, *gap.notes(results)]
-
-
-def header(results: Sequence[Result]) -> list[str]:
     over = judged.over_classes(counts(results))
-    titles = {**TITLES, "balanced": f"{TITLES['balanced']} ({over})"} if over else TITLES
-    return ["method", "seeds", *[titles[figure] for figure in FIGURES]]
+    return [*few, *([f"{TITLES['balanced']} is over {over}"] if over else []), *gap.notes(results)]
 
 
 def collect(runs: Iterable[tuple[str, RunView]], on: str = "test") -> list[Result]:
@@ -244,17 +243,9 @@ def cell(values: Sequence[float]) -> str:
     return f"{100 * mean:.1f}" + ("" if std is None else f" ± {100 * std:.1f}")
 
 
-def rows(results: Sequence[Result]) -> list[list[str]]:
-    return [[r.title, str(r.seeds), *[cell(r.values(figure)) for figure in FIGURES]] for r in results]
-
-
-def by_shots(results: Sequence[Result]) -> list[list[str]]:
-    """With many classes: a table of the classes by their training examples, and the top-5 accuracy. Else empty."""
-    summaries = [r._means(run) for r in results for run in r.runs]
-    if any(figure not in means for means in summaries for figure in OF_MANY_CLASSES):
-        return []
-    lines = [[r.title, *[cell(r.values(figure)) for figure in OF_MANY_CLASSES]] for r in results]
-    return [["classes by training examples", *[OF_MANY[figure] for figure in OF_MANY_CLASSES]], *lines]
+def many_classes(results: Sequence[Result]) -> bool:
+    """Whether the runs have figures by the training examples of a class, and the top-5 accuracy."""
+    return all(figure in r._means(run) for r in results for run in r.runs for figure in OF_MANY_CLASSES)
 
 
 def caption(results: Sequence[Result]) -> str:
@@ -265,30 +256,14 @@ def caption(results: Sequence[Result]) -> str:
     return f"{results[0].on} accuracy in %, mean of {over}{seeds}{extra}"
 
 
-def markdown(results: Sequence[Result]) -> str:
-    tables = [[header(results), *rows(results)], by_shots(results)]
-    return "\n\n".join(
-        "\n".join("| " + " | ".join(line) + " |" for line in (titles, ["---"] * len(titles), *lines))
-        for titles, *lines in filter(None, tables)
-    )
-
-
 def print_table(results: Sequence[Result]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    console = Console()
-    more = by_shots(results)
-    for titles, *lines in filter(None, ([header(results), *rows(results)], more)):
-        table = Table(caption=None if more and titles is not more[0] else caption(results), caption_justify="left")
-        for i, title in enumerate(titles):
-            short = title.replace("class-", "class-\n")  # so that the table fits 80 columns
-            table.add_column(short, justify="left" if i == 0 else "right")
-        for line in lines:
-            table.add_row(*[terminal.cell(entry) for entry in line])
-        console.print(table)
+    """Print the figures of finished runs."""
+    for figures in (FIGURES, *([OF_MANY_CLASSES] if many_classes(results) else [])):
+        rows = [[r.title, *[cell(r.values(figure)) for figure in figures]] for r in results]
+        print(terminal.table(["method", *[SHORT[figure] for figure in figures]], rows))
+    print(terminal.paragraph(caption(results)))
     for note in notes(results):
-        console.print(terminal.cell(f"note: {note}"))
+        print(terminal.paragraph(f"note: {note}"))
 
 
 def draw_per_class(results: Sequence[Result], path: Path) -> None:
@@ -363,7 +338,7 @@ def pyplot() -> Any:
     try:
         import matplotlib as mpl
     except ImportError as error:
-        raise ConfigError("figures need matplotlib: pip install redgrape[plots]") from error
+        raise ConfigError(f"figures need matplotlib; {install('plots')}") from error
     mpl.use("Agg")
     import matplotlib.pyplot as plt
 

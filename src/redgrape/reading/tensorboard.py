@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from redgrape.errors import ConfigError
+from redgrape.errors import ConfigError, install
 from redgrape.runs.figures import FIGURES, OF_MANY_CLASSES
 from redgrape.training import Step
 
@@ -51,5 +51,5 @@ def _summary_writer() -> Any:
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
-        raise ConfigError("--tensorboard needs TensorBoard: pip install redgrape[tensorboard]") from error
+        raise ConfigError(f"--tensorboard needs TensorBoard; {install('tensorboard')}") from error
     return SummaryWriter

@@ -13,9 +13,16 @@ from typing import Any
 
 FIGURES = ("accuracy", "balanced", "macro_f1", "head", "middle", "tail")
 OF_MANY_CLASSES = ("many", "medium", "few", "top5")  # reported from 100 classes on
+LAST = 10  # the result of a run is the mean of this many last evaluations, as in the paper
 LONGEST = 300  # longer lists of numbers are packed: as text, 8,142 numbers take 150 KB in every round
 _PACKED = re.compile(r"zlib-([dq?]):")
 _CLIENTS = ("clients", "answered", "left_out")  # their numbers stay text
+
+
+def window(rounds: int) -> int:
+    """The number of last evaluations in the mean of a run. It is at most half of the rounds: the first ones are a
+    warm-up."""
+    return max(1, min(LAST, rounds // 2))
 
 
 def packed(record: Mapping[str, Any]) -> dict[str, Any]:

@@ -63,9 +63,9 @@ class RunFolder:
     def create(cls, path: Path, experiment: Experiment) -> RunFolder:
         with durable.storage_errors("make", path):
             if path.exists() and (not path.is_dir() or not all(map(_is_leftover, path.iterdir()))):
-                raise ConfigError(
-                    f"'{path}' already exists; continue it with `redgrape resume {path}`, or choose another --out"
-                )
+                again = ", add --overwrite to begin it again" if cls.is_only_begun(path) else ""
+                ways = f"continue it with `redgrape resume {path}`{again}, or choose another --out"
+                raise ConfigError(f"'{path}' already exists; {ways}")
             durable.check_ordinary(path)
             made = [folder for folder in (path, *path.parents) if not folder.exists()]
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -76,6 +76,11 @@ class RunFolder:
             folder.discard()
             raise
         return folder
+
+    @staticmethod
+    def is_only_begun(path: Path) -> bool:
+        """Whether this is a run without a finished round, such as one that failed in the first."""
+        return (path / "experiment.toml").is_file() and not (path / "metrics.jsonl").exists()
 
     def discard(self) -> None:
         """Undo `create`, unless a round is finished. A run that existed before is left as it is."""

@@ -30,12 +30,11 @@ from redgrape.privacy.disclosure import disclosures
 from redgrape.privacy.ledger import PrivacyLedger
 from redgrape.runs.embedded import embedder, for_encoder
 from redgrape.runs.experiment import Experiment
-from redgrape.runs.figures import FIGURES, OF_MANY_CLASSES
+from redgrape.runs.figures import FIGURES, OF_MANY_CLASSES, window
 from redgrape.runs.folder import RunFolder
 from redgrape.training import RunState, Step, Training, exchanged
 from redgrape.tree import Tensors, Tree
 
-LAST = 10  # the result of a run is the mean of this many last evaluations, as in the paper
 DECIDING = ("redgrape", "torch", "numpy", "platform", "machine", "cpu", "device", "stack")  # what could change bits
 MOST_COUNTS = 10**6  # a larger table of clients and classes is not recorded
 REMEDY = "restore the original, choose another folder with --out, or run it again with --overwrite"
@@ -140,7 +139,8 @@ class Run:
                     self.notes += self._refused_throughout()
                     confusion = training.engine.evaluate(state.server["model"], "test").confusion_cells()
             assert state is not None
-            self.folder.write_summary(summarize(self.folder, self.experiment, state, confusion))
+            averaged = len((known or {}).get("averaged_rounds", [])) or window(self.experiment.rounds)
+            self.folder.write_summary(summarize(self.folder, self.experiment, state, confusion, averaged))
 
     def _put_in_order(self, state: RunState | None) -> None:
         """Prepare the folder so that the run can continue. Checks come first: nothing is written or removed before."""
@@ -454,9 +454,12 @@ def contents(federation: Federation) -> str:
     return digest.hexdigest()
 
 
-def summarize(folder: RunFolder, experiment: Experiment, state: RunState, confusion: Any) -> dict[str, Any]:
-    """The result of a run: means over the last evaluations, and details on the mistakes of the final model."""
-    evaluated = [record for record in folder.metrics() if "test" in record][-LAST:]
+def summarize(
+    folder: RunFolder, experiment: Experiment, state: RunState, confusion: Any, averaged: int
+) -> dict[str, Any]:
+    """The result of a run: means over the last evaluations, and details on the mistakes of the final model. A finished
+    run keeps the number that it `averaged`: earlier versions took up to ten of any run."""
+    evaluated = [record for record in folder.metrics() if "test" in record][-averaged:]
     tests = [record["test"] for record in evaluated]
     return {
         "experiment": experiment.hash(),

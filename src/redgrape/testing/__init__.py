@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from redgrape.method import Method
 from redgrape.testing.clauses import CHECKS as CHECKS
 from redgrape.testing.clauses import EXCHANGES as EXCHANGES
+from redgrape.testing.clauses import check_runs
 
 
 def check_method(method: type[Method] | Method, *, workers: Sequence[int] = (1, 2)) -> None:
@@ -27,5 +28,6 @@ def check_method(method: type[Method] | Method, *, workers: Sequence[int] = (1, 
     of the pools of worker processes whose results must equal those of this process; the class must be importable there.
     """
     instance = method() if isinstance(method, type) else method
+    check_runs(instance)
     for name, check in CHECKS.items():
         check(instance, *([workers] if name == "engines_agree" else []))

@@ -58,6 +58,18 @@ def clause(check: Callable[..., None]) -> Callable[..., None]:
     return checked
 
 
+def check_runs(method: Method) -> None:
+    """Raise AssertionError if a function of the method raises in an ordinary run. No clause is to blame for that."""
+    try:
+        run(small(method))
+    except Exception as error:
+        own = {c.__module__ for c in itertools.takewhile(lambda c: c is not Method, type(method).__mro__)}
+        for frame, _ in traceback.walk_tb(error.__traceback__):
+            if frame.f_globals.get("__name__") in own:  # the function that the engine called, not one below it
+                words = _sentence(error, _own_line(method, error))
+                raise AssertionError(f"{type(method).__name__}.{frame.f_code.co_name} raises {words}") from error
+
+
 def _own_line(method: Method, error: Exception) -> str:
     """The last line of the method's own file that the error came through, else of the methods that it builds on."""
     frames = list(traceback.walk_tb(error.__traceback__))

@@ -10,13 +10,11 @@ from typing import Any
 from redgrape.cli.commands.training import described
 from redgrape.errors import ConfigError
 from redgrape.reading.judged import notes
-from redgrape.reading.terminal import cell, printable
+from redgrape.reading.terminal import paragraph, printable
 
 
 def show(options: argparse.Namespace) -> None:
     """Print the examples of each client, and draw them as a heat map."""
-    from rich.console import Console
-
     from redgrape.data.prepare import prepare
     from redgrape.reading import data_show as picture
     from redgrape.runs.experiment import Experiment
@@ -37,10 +35,10 @@ def show(options: argparse.Namespace) -> None:
         print(json.dumps(figures))
         return
     picture.draw(federation, options.out)
-    Console().print(picture.describe(federation))
+    print(picture.describe(federation))
     training = federation.class_counts.tolist()
     for note in notes(federation.class_names, federation.counts("test"), training):
-        Console().print(cell(f"note: {note}"))
+        print(paragraph(f"note: {note}"))
     print(f"examples of each client: {printable(options.out)}")
 
 

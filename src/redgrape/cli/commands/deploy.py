@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from redgrape.deploy.processes.supervision import require_flower
 from redgrape.errors import BusyError, ConfigError, DataError, RedgrapeError
-from redgrape.reading.terminal import cell, printable
+from redgrape.reading.terminal import printable, table
 
 if TYPE_CHECKING:
     from redgrape.deploy.processes.superlink import Link
@@ -242,9 +242,6 @@ def renew(options: argparse.Namespace) -> None:
 def status(options: argparse.Namespace) -> None:
     """Show the connected sites and the state of the newest run."""
     require_flower()
-    from rich.console import Console
-    from rich.table import Table
-
     from redgrape.deploy.processes import submission
     from redgrape.deploy.processes.superlink import Link
     from redgrape.deploy.setup.folder import Deployment
@@ -264,12 +261,7 @@ def status(options: argparse.Namespace) -> None:
         return
     where = f"{deployment.options.bind}:{deployment.options.port}"
     print(f"server: {'answers' if is_up else 'does not answer'} at {printable(where)}")
-    table = Table()
-    table.add_column("site")
-    table.add_column("status")
-    for name, words in sites.items():
-        table.add_row(cell(name), cell(words if is_up else "not known"))
-    Console().print(table)
+    print(table(("site", "status"), [(name, words if is_up else "not known") for name, words in sites.items()]))
     if newest is not None:
         print(f"newest run: {printable(newest['run'])}, {printable(newest['state'])}, round {newest['round'] or 0}")
         if newest["message"]:

@@ -5,17 +5,13 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
-
-from rich.console import Console
-from rich.table import Table
 
 from redgrape.cli.progress import percent
 from redgrape.errors import ConfigError
 from redgrape.reading.judged import EITHER_END, over_classes
-from redgrape.reading.terminal import cell, printable
+from redgrape.reading.terminal import printable, table
 from redgrape.runs.figures import LONGEST
 
 
@@ -34,28 +30,40 @@ def evaluate(options: argparse.Namespace) -> None:
     if options.json:
         print(json.dumps(scores))
         return
-    console = Console()
     for name, value in _overall(scores).items():
-        console.print(f"{name:<28}{value}", highlight=False)
+        print(f"{name:<28}{value}")
     if scores["groups"]:
-        table = _table("groups of classes, %", ("group", "classes", "examples", "accuracy", "95 %", "macro F1"))
-        for name, group in scores["groups"].items():
-            shares = percent(group["accuracy"]), _interval(scores, name), percent(group["macro_f1"])
-            table.add_row(name, str(group["classes"]), str(group["examples"]), *shares)
-        console.print(table)
+        rows: list[list[Any]] = [
+            [
+                name,
+                group["classes"],
+                group["examples"],
+                percent(group["accuracy"]),
+                _interval(scores, name),
+                percent(group["macro_f1"]),
+            ]
+            for name, group in scores["groups"].items()
+        ]
+        titles = ("group", "classes", "examples", "accuracy", "95 %", "macro F1")
+        print(f"\n{table(titles, rows, 'groups of classes, %')}")
     counts = scores.get("class_counts")
+    classes = list(enumerate(scores["per_class"]))
+    classes.sort(key=lambda entry: -counts[entry[0]] if counts else 0)
+    between = len(classes) - 2 * EITHER_END if len(classes) > LONGEST else 0
+    rows = [
+        [
+            entry["class"],
+            *([counts[c]] if counts else []),
+            entry["support"],
+            *[percent(entry[name]) for name in ("precision", "recall", "f1", "auroc", "ap")],
+        ]
+        for c, entry in ([*classes[:EITHER_END], *classes[-EITHER_END:]] if between else classes)
+    ]
     trained = ("training",) if counts else ()
-    table = _table("per class, %", ("class", *trained, "test", "precision", "recall", "F1", "AUROC", "AP"))
-    rows = list(enumerate(scores["per_class"]))
-    rows.sort(key=lambda row: -counts[row[0]] if counts else 0)
-    between = len(rows) - 2 * EITHER_END if len(rows) > LONGEST else 0
-    for c, row in [*rows[:EITHER_END], *rows[-EITHER_END:]] if between else rows:
-        sizes = [*([str(counts[c])] if counts else []), str(row["support"])]
-        figures = [percent(row[name]) for name in ("precision", "recall", "f1", "auroc", "ap")]
-        table.add_row(cell(row["class"]), *sizes, *figures)
-    console.print(table)
+    titles = ("class", *trained, "test", "precision", "recall", "F1", "AUROC", "AP")
+    print(f"\n{table(titles, rows, 'per class, %')}")
     if between:
-        console.print(f"{between} classes between the first and the last {EITHER_END} are in `--json`")
+        print(f"{between} classes between the first and the last {EITHER_END} are in `--json`")
 
 
 def _scores_of_model(options: argparse.Namespace) -> dict[str, Any]:
@@ -115,13 +123,6 @@ def _interval(scores: dict[str, Any], name: str) -> str:
     return "" if low is None else f"{percent(low)} to {percent(high)}"
 
 
-def _table(title: str, columns: Sequence[str]) -> Table:
-    table = Table(title=title)
-    for column in columns:
-        table.add_column(column, justify="left" if column in ("class", "group") else "right")
-    return table
-
-
 def predict(options: argparse.Namespace) -> None:
     from redgrape.exported.export import open_model
     from redgrape.exported.inference import as_csv, predict_file
@@ -136,10 +137,7 @@ def predict(options: argparse.Namespace) -> None:
     if options.out is not None:
         print(f"{len(predictions)} predictions: {printable(options.out)}")
         return
-    table = Table()
-    for title in ("example", "class", "%", "runner-up", "%"):
-        table.add_column(title, justify="right" if title == "%" else "left")
-    for p in predictions:
-        row: list[Any] = [cell(p.name), cell(p.label), percent(p.probability)]
-        table.add_row(*row, cell(p.runner_up), percent(p.runner_up_probability))
-    Console().print(table)
+    rows = [
+        (p.name, p.label, percent(p.probability), p.runner_up, percent(p.runner_up_probability)) for p in predictions
+    ]
+    print(table(("example", "class", "%", "runner-up", "%"), rows))

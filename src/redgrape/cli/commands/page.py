@@ -59,9 +59,9 @@ def _folders(named: list[Path]) -> Iterator[Path]:
         if path.is_dir():
             yield path
             continue
-        from redgrape.reading.suites import description
+        from redgrape.reading.suites import description, files
 
-        if str(path) not in description.names():
+        if str(path) not in files.names():
             raise StorageError(f"there is no folder '{path}'; `redgrape ls` lists runs, `redgrape reproduce` suites")
         places = [Path("runs") / f"{path}-{scale}" for scale in description.SCALES]
         if not any(map(suite.is_suite, places)):

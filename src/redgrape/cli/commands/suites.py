@@ -7,19 +7,19 @@ import itertools
 import json
 import shlex
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from redgrape.cli.commands.training import carry_out, cores, described
+from redgrape.cli.commands.training import carry_out, command_of, described, run_of, workers_of
 from redgrape.cli.main import ending_at_signals
+from redgrape.cli.publish import publish
 from redgrape.errors import BusyError, ConfigError, DataError, Diverged, RedgrapeError, StorageError, TooFewClients
 from redgrape.reading.run_tables import RunView, mean_std
-from redgrape.reading.suites import cost, curves, description, found_cells, grid, search, side_by_side, tables
+from redgrape.reading.suites import cost, description, found_cells, grid, search, side_by_side, tables
 from redgrape.reading.suites.description import Cell, Label, Suite, text
 from redgrape.reading.suites.found_cells import Standing
-from redgrape.reading.terminal import lines
 from redgrape.runs import durable
 from redgrape.runs.experiment import Experiment
 from redgrape.runs.folder import RunFolder
@@ -29,9 +29,6 @@ BUSY = "in use by another process"
 
 
 def reproduce(options: argparse.Namespace) -> None:
-    if options.name is None:
-        _list_suites()
-        return
     suite = description.load(options.name)
     cells = suite.cells(options.scale, options.seeds, options.only)
     page = None
@@ -64,7 +61,7 @@ def reproduce(options: argparse.Namespace) -> None:
         departures=suite.departures(options.scale, options.only),
         command=shlex.join(words),
     )
-    _publish(table, folder, options)
+    publish(table, folder, as_json=options.json)
     if page is not None:
         durable.replace_file(options.into, tables.insert(table, page).encode())
     _raise_first(failures)
@@ -86,22 +83,14 @@ def sweep(options: argparse.Namespace) -> None:
     standings, failures = _run(standings, options.out / options.name, options)
     notes = grid.tuning(suite.axes) if options.on == "test" else []
     table = tables.build(suite, standings, on=options.on, command=_sweep_command(options), notes=notes)
-    _publish(table, options.out / options.name, options)
+    publish(table, options.out / options.name, as_json=options.json)
     _raise_first(failures)
 
 
 def _sweep_command(options: argparse.Namespace) -> str:
-    words = ["redgrape", "sweep", *options.grid]
-    words += ["--experiment", str(options.experiment)] if options.experiment else []
-    words += ["--seeds", ",".join(map(str, options.seeds))] if options.seeds else []
-    words += ["--search", str(options.search)] if options.search else ["--on", options.on]
-    words += ["--reference", options.reference] if options.reference is not None else []
-    flags = [
-        f"{k.removeprefix('set:')}={text(v)}"
-        for k, v in vars(options).items()
-        if k.startswith("set:") and v is not None
-    ]
-    return shlex.join([*words, *[word for setting in [*flags, *options.config] for word in ("-c", setting)]])
+    how = ["--search", str(options.search)] if options.search else ["--on", options.on]
+    how += ["--reference", options.reference] if options.reference is not None else []
+    return command_of(options, "sweep", *options.grid, *how)
 
 
 def _search(values: dict[str, object], seeds: Sequence[int], options: argparse.Namespace) -> None:
@@ -135,7 +124,7 @@ def _search(values: dict[str, object], seeds: Sequence[int], options: argparse.N
         pass
     suite = _search_suite(choices, values, options.name)
     table = tables.build(suite, found, on="validation", command=_sweep_command(options))
-    _publish(table, options.out / options.name, options)
+    publish(table, options.out / options.name, as_json=options.json)
     _print_best(table)
 
 
@@ -185,7 +174,7 @@ def _run(
 ) -> tuple[list[Standing], list[RedgrapeError]]:
     """Run the unfinished cells, several at once if that is faster."""
     verbose = not options.quiet and not options.json
-    cells, workers = side_by_side.shares(standings, _workers(options), options.side_by_side)
+    cells, workers = side_by_side.shares(standings, workers_of(options), options.side_by_side)
     if cells > 1:
         if verbose:
             print(f"{cells} cells side by side, with {workers} workers each", file=sys.stderr)
@@ -219,9 +208,10 @@ def _run_in_turn(
             try:
                 after[i], folder = _begin(standing.cell, home, options, present)
                 if folder is not None:
-                    if verbose:
-                        _tell(i, after, options, at_once)
-                    carry_out(folder, options, label=name)
+                    heading = run_of(i, after, options, at_once) if verbose else ""
+                    if options.quiet and verbose:  # one of several processes
+                        print(heading, file=sys.stderr)
+                    carry_out(folder, options, label=name, heading=heading)
                     after[i] = replace(after[i], view=RunView.read(folder.path))
                 elif after[i].is_refused:
                     kind = StorageError if after[i].obstacle.startswith(found_cells.DAMAGED) else ConfigError
@@ -254,24 +244,9 @@ def _begin(cell: Cell, home: Path, options: argparse.Namespace, present: Present
         return now, RunFolder.create(path, cell.experiment) if is_new else RunFolder.open(path)
 
 
-def _workers(options: argparse.Namespace) -> int:
-    return options.workers or (cores() if options.device == "cpu" else 1)
-
-
-def _tell(i: int, standings: Sequence[Standing], options: argparse.Namespace, at_once: int) -> None:
-    left = [s for s in standings[i:] if not s.finished and not s.obstacle]
-    workers = _workers(options)
-    measured = cost.measure(options.out, workers)
-    seconds = cost.total([cost.seconds_left(s, measured, workers) for s in left], at_once)
-    print(
-        f"cell {i + 1} of {len(standings)}: {standings[i].cell.name} ({len(left)} to run, {cost.duration(seconds)})",
-        file=sys.stderr,
-    )
-
-
 def _print_plan(standings: Sequence[Standing], options: argparse.Namespace) -> None:
     """Print the cells with their state and estimated time. Nothing is run."""
-    at_once, workers = side_by_side.shares(standings, _workers(options), options.side_by_side)
+    at_once, workers = side_by_side.shares(standings, workers_of(options), options.side_by_side)
     measured = cost.measure(options.out, workers)
     estimates = [0.0 if s.obstacle else cost.seconds_left(s, measured, workers) for s in standings]
     total = cost.total(estimates, at_once)
@@ -311,38 +286,8 @@ def _record(standings: Sequence[Standing], records: Path, name: str) -> None:
             known.add(standing.cell.identity)
 
 
-def _publish(table: tables.Table, folder: Path, options: argparse.Namespace) -> None:
-    tables.write(table, folder)
-    notes = []
-    if any(entry.values for entry in table.entries):
-        try:
-            curves.draw(table, folder / "curves.png")
-        except ConfigError as error:
-            notes.append(str(error))
-    if options.json:
-        print(json.dumps({"folder": str(folder), "table": tables.as_values(table)}))
-    else:
-        print(lines(tables.markdown(table)), end="")
-        for line in _missing(table.standings):
-            print(line)
-        print(f"tables and figure: {folder}")
-    for note in notes:
-        print(f"note: {note}", file=sys.stderr)
-
-
-def _missing(standings: Sequence[Standing]) -> Iterator[str]:
-    for standing in standings:
-        if not standing.finished:
-            yield f"not run: {standing.cell.name}: {standing.state}"
-
-
 def _raise_first(failures: Sequence[RedgrapeError]) -> None:
     """Raise the first failure, after everything is written."""
     if failures:
         more = f" (and {len(failures) - 1} more cells failed)" if len(failures) > 1 else ""
         raise type(failures[0])(f"{failures[0]}{more}")
-
-
-def _list_suites() -> None:
-    for name in description.names():
-        print(f"{name:<16}  {description.load(name).title}")

@@ -6,22 +6,27 @@ import argparse
 import json
 import os
 import re
+import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from redgrape.cli.progress import Progress
+from redgrape.cli.publish import publish
 from redgrape.data.prepare import prepare
 from redgrape.errors import ConfigError, DataError, StorageError, enough_memory, unknown
 from redgrape.privacy.disclosure import disclosed, leak_in_one_line
 from redgrape.reading import run_tables
+from redgrape.reading.suites import cost, tables
+from redgrape.reading.suites.description import Cell, Suite, text
+from redgrape.reading.suites.found_cells import Standing
 from redgrape.reading.terminal import lines, printable
-from redgrape.runs import durable
 from redgrape.runs.experiment import Experiment, override, put, read_toml
-from redgrape.runs.figures import FIGURES
+from redgrape.runs.figures import FIGURES, OF_MANY_CLASSES
 from redgrape.runs.folder import RunFolder
 from redgrape.runs.run import REMEDY, Present, Run
 
@@ -41,8 +46,10 @@ def _new_run(options: argparse.Namespace) -> RunFolder | None:
     if options.dry_run:
         print_plan(out, experiment, options)
         return None
+    if options.overwrite and RunFolder.is_only_begun(out):
+        RunFolder.open(out).remove()
     folder = RunFolder.create(out, experiment)
-    if carry_out(folder, options, label=run_tables.run_label(experiment.method.resolved())):
+    if carry_out(folder, options, run_tables.run_label(experiment.method.resolved())):
         tell_leak(folder, options)
     return folder
 
@@ -101,30 +108,47 @@ def compare(options: argparse.Namespace) -> None:
                 print(printable(plan))
         return
     _check_taken([(experiment, path) for _, experiment, path in cells], options)
-    finished = []
-    for spec, experiment, path in cells:
+    standings = [
+        Standing(Cell({"method": spec}, e), run_tables.RunView.read(path) if (path / "summary.json").exists() else None)
+        for spec, e, path in cells
+    ]
+    views: list[run_tables.RunView] = []
+    leaks: list[str] = []
+    for i, (spec, experiment, path) in enumerate(cells):
         is_new = not (path / "experiment.toml").is_file()
         folder = RunFolder.create(path, experiment) if is_new else RunFolder.open(path)
         label = spec if len(cells) == len(options.methods) else f"{spec} {_told_apart(experiment)}"
-        if carry_out(folder, options, label=label):
-            tell_leak(folder, options)
-        finished.append((spec, run_tables.RunView.read(path)))
-    for path, why in run_tables.other_data([view for _, view in finished]).items():
+        heading = run_of(i, standings, options) if len(cells) > 1 and not standings[i].finished else ""
+        has_trained = carry_out(folder, options, label, heading=heading)
+        views.append(run_tables.RunView.read(path))
+        standings[i] = replace(standings[i], view=views[-1])
+        if has_trained and (line := leak_in_one_line(disclosed(views[-1]))) is not None:
+            leaks.append(line)
+    tell_leaks(leaks, options)
+    for path, why in run_tables.other_data(views).items():
         raise StorageError(f"'{path}' cannot be compared: {why}; {REMEDY}")
-    results = run_tables.collect(finished, options.on)
+    results = run_tables.collect(zip([spec for spec, *_ in cells], views, strict=True), options.on)
     picture = options.out / "per_class.png"
-    notes = run_tables.notes(results)
-    text = "\n\n".join([run_tables.markdown(results), run_tables.caption(results), *notes]) + "\n"
-    durable.replace_file(options.out / "table.md", text.encode())
-    if options.json:
-        run_tables.draw_per_class(results, picture)
-        values = {r.label: {figure: r.values(figure) for figure in FIGURES} for r in results}
-        extra_data = [r.label for r in results if r.title != r.label]
-        print(json.dumps({"table": values, "extra_data": extra_data, "notes": notes, "picture": str(picture)}))
-        return
-    run_tables.print_table(results)
     run_tables.draw_per_class(results, picture)
-    print(f"accuracy per class: {printable(picture)}")
+    specs = [r.label for r in results]
+    suite = Suite(
+        name=options.out.name,
+        title=f"Comparison of {', '.join(specs)}",
+        axes={"method": specs},
+        rows=["method"],
+        columns=[],
+        measures=[*FIGURES, *(OF_MANY_CLASSES if run_tables.many_classes(results) else [])],
+        references=specs[:1],
+    )
+    notes = run_tables.notes(results)
+    table = tables.build(
+        suite,
+        standings,
+        on=options.on,
+        notes=notes,
+        command=command_of(options, "compare", *options.methods, "--on", options.on),
+    )
+    publish(table, options.out, as_json=options.json, more={"picture": str(picture)})
 
 
 def described(options: argparse.Namespace) -> dict[str, Any]:
@@ -136,6 +160,19 @@ def described(options: argparse.Namespace) -> dict[str, Any]:
     for assignment in options.config:
         override(values, assignment)
     return values
+
+
+def command_of(options: argparse.Namespace, *words: str) -> str:
+    """The command that gives the same table, with all settings of its experiments."""
+    more = ["--experiment", str(options.experiment)] if options.experiment else []
+    more += ["--seeds", ",".join(map(str, options.seeds))] if options.seeds else []
+    flags = [
+        f"{k.removeprefix('set:')}={text(v)}"
+        for k, v in vars(options).items()
+        if k.startswith("set:") and v is not None
+    ]
+    settings = [word for setting in [*flags, *options.config] for word in ("-c", setting)]
+    return shlex.join(["redgrape", *words, *more, *settings])
 
 
 def with_method(values: dict[str, Any], spec: str) -> str:
@@ -220,15 +257,15 @@ def print_plan(folder: Path, experiment: Experiment, options: argparse.Namespace
         print(lines(experiment.to_toml()), end="")
 
 
-def carry_out(folder: RunFolder, options: argparse.Namespace, label: str, rounds: int | None = None) -> bool:
+def carry_out(
+    folder: RunFolder, options: argparse.Namespace, label: str, rounds: int | None = None, *, heading: str = ""
+) -> bool:
     """Run the remaining rounds, up to `rounds` if given. Return whether there were any."""
-    default = cores() if options.device == "cpu" else 1
-    workers = options.workers if options.workers is not None else default
     last = folder.experiment().rounds if rounds is None else rounds
-    progress = Progress(label, folder.newest_round(), last, as_json=options.json, quiet=options.quiet)
+    progress = Progress(label, folder.newest_round(), last, heading=heading, as_json=options.json, quiet=options.quiet)
     this = Run(
         folder,
-        workers=workers,
+        workers=workers_of(options),
         device=options.device,
         data_root=options.data_root,
         allow_changes=options.allow_changes,
@@ -255,9 +292,15 @@ def carry_out(folder: RunFolder, options: argparse.Namespace, label: str, rounds
 
 
 def tell_leak(folder: RunFolder, options: argparse.Namespace) -> None:
-    """Print one line on what a run disclosed, if the method has floors against that and they are off."""
-    if not options.quiet and (line := leak_in_one_line(disclosed(run_tables.RunView.read(folder.path)))) is not None:
-        print(f"note: {printable(line)}", file=sys.stderr)
+    line = leak_in_one_line(disclosed(run_tables.RunView.read(folder.path)))
+    tell_leaks([] if line is None else [line], options)
+
+
+def tell_leaks(leaks: Sequence[str], options: argparse.Namespace) -> None:
+    """Print one line on what runs disclosed. Each line is of a run whose method has floors against that, all off."""
+    if leaks and not options.quiet:
+        others = f" ({len(leaks) - 1} more runs disclosed the like)" if len(leaks) > 1 else ""
+        print(f"note: {printable(leaks[0] + others)}", file=sys.stderr)
 
 
 def _tensorboard(folder: RunFolder, options: argparse.Namespace) -> AbstractContextManager[TensorBoard | None]:
@@ -266,6 +309,20 @@ def _tensorboard(folder: RunFolder, options: argparse.Namespace) -> AbstractCont
     from redgrape.reading.tensorboard import TensorBoard
 
     return closing(TensorBoard(folder.path))
+
+
+def run_of(i: int, standings: Sequence[Standing], options: argparse.Namespace, at_once: int = 1) -> str:
+    """Text such as `run 2 of 6, about 4 min left: fedavg, seed 1`."""
+    workers = workers_of(options)
+    left = [s for s in standings[i:] if not s.finished and not s.obstacle]
+    measured = cost.measure(options.out, workers)
+    seconds = cost.total([cost.seconds_left(s, measured, workers) for s in left], at_once)
+    time = "" if seconds is None else f", {cost.duration(seconds)} left"
+    return printable(f"run {i + 1} of {len(standings)}{time}: {standings[i].cell.name}")
+
+
+def workers_of(options: argparse.Namespace) -> int:
+    return options.workers or (cores() if options.device == "cpu" else 1)
 
 
 def cores() -> int:

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from redgrape.deploy.setup.folder import Deployment
-from redgrape.errors import ConfigError, DataError
+from redgrape.errors import ConfigError, DataError, install
 
 
 class SimulatedDeployment(Deployment):
@@ -20,7 +20,7 @@ class SimulatedDeployment(Deployment):
     def __init__(self, path: Path, data: Path) -> None:
         super().__init__(path)
         if find_spec("ray") is None:
-            raise ConfigError("simulation needs Ray; run `pip install redgrape[flower-simulation]`")
+            raise ConfigError(f"simulation needs Ray; {install('flower-simulation')}")
         if self.options.secure_aggregation:
             raise ConfigError(
                 "secure_aggregation is set, and a simulation has all sites' data in one place: nothing could be "

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from redgrape.errors import ConfigError
+from redgrape.errors import ConfigError, install
 
 GRACE = 8.0  # seconds to end cleanly before they are killed
 _PR_SET_PDEATHSIG = 1
@@ -53,7 +53,7 @@ def require_flower() -> None:
     from importlib.util import find_spec
 
     if find_spec("flwr") is None:
-        raise ConfigError("this needs Flower; run `pip install redgrape[flower]`")
+        raise ConfigError(f"this needs Flower; {install('flower')}")
 
 
 def end_with_parent() -> None:

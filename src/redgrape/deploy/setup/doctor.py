@@ -19,7 +19,7 @@ from redgrape.deploy.processes.superlink import Link
 from redgrape.deploy.setup import certificates, site_data
 from redgrape.deploy.setup.create import deployed
 from redgrape.deploy.setup.folder import Deployment, SiteFolder, policy_in_words
-from redgrape.errors import BusyError, RedgrapeError
+from redgrape.errors import BusyError, RedgrapeError, install
 from redgrape.runs.experiment import read_toml
 
 SOON = 30.0  # days before expiry at which a certificate gets a warning
@@ -104,7 +104,7 @@ def _versions() -> Iterator[Finding]:
         try:
             found = version(name)
         except PackageNotFoundError:
-            yield Finding(name, "bad", "not installed; run `pip install redgrape[flower]`")
+            yield Finding(name, "bad", f"not installed; {install('flower')}")
             continue
         numbers = tuple(int(part) for part in found.split("+")[0].split(".")[:2] if part.isdecimal())
         if name == "flwr" and not OLDEST_FLOWER <= numbers < FIRST_FLOWER_TOO_NEW:

@@ -32,9 +32,8 @@ from redgrape.reading.gap import notes as gap_notes
 from redgrape.reading.page.reading import Reading
 from redgrape.reading.run_tables import EXTRA_DATA, Result, cell, other_data, run_label
 from redgrape.reading.terminal import printable
-from redgrape.runs.figures import FIGURES, unpacked
+from redgrape.runs.figures import FIGURES, unpacked, window
 
-LAST = 10  # the result of an unfinished run is the mean of up to this many evaluations so far
 GROUPS = ("head", "middle", "tail")
 
 
@@ -117,7 +116,7 @@ def _split(reading: Reading) -> dict[str, Any] | None:
 def _run(reading: Reading, split: dict[str, Any] | None) -> dict[str, Any]:
     view = reading.view
     tests = [record["test"] for record in view.metrics if isinstance(record.get("test"), dict)]
-    summary, last = view.summary, tests[-LAST:]
+    summary, last = view.summary, tests[-window(view.rounds_done) :]  # of an unfinished run: those so far
     C = len(split["class_counts"]) if split else 0
     result = summary["mean_of_last"] if summary else {f: _mean([test.get(f) for test in last]) for f in FIGURES}
     classes = zip(*(_numbers(test.get("per_class"), C) or [None] * C for test in last), strict=True)
@@ -225,7 +224,11 @@ def _settings(readings: Mapping[str, Reading], runs: Mapping[str, Any]) -> list[
     groups = [sorted(keys, key=lambda k: bool(baseline(readings[k].view.experiment))) for keys in together.values()]
     firsts = [readings[keys[0]].view.experiment for keys in groups]
     why = [other.get(readings[keys[0]].view.path, "") for keys in groups]
-    titles = [_title(e) + (", other data" if reason else "") for e, reason in zip(firsts, why, strict=True)]
+    clients = [_clients(readings[keys[0]]) for keys in groups]
+    titles = [
+        _title(e, number) + (", other data" if reason else "")
+        for e, number, reason in zip(firsts, clients, why, strict=True)
+    ]
     titles = _distinct(titles, [{**e, "method": {}, "seed": 0} for e in firsts])
     methods = [_methods(keys, readings, runs) for keys in groups]
     return [
@@ -328,15 +331,24 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, An
             yield f"{prefix}{name}", value
 
 
-def _title(experiment: Mapping[str, Any]) -> str:
+def _clients(reading: Reading) -> int | None:
+    """The number of clients. It follows from the data if the partition is natural or of the user: None until known."""
+    data = reading.view.experiment["data"]
+    if baseline(reading.view.experiment):
+        return int(data["clients"])
+    known = judged.clients_in(reading.view.environment or {})
+    return known or (None if data["partition"] == "natural" else int(data["clients"]))
+
+
+def _title(experiment: Mapping[str, Any], clients: int | None) -> str:
     data = experiment["data"]
     ratio = "" if data["imbalance"] == "natural" else f", imbalance ratio {data['ir']:g}"
-    return text(f"{Path(data['source']).stem}{ratio}, {_participation(experiment)}")
+    return text(f"{Path(data['source']).stem}{ratio}, {_participation(experiment, clients)}")
 
 
-def _participation(experiment: Mapping[str, Any]) -> str:
-    clients, sampled = experiment["data"]["clients"], experiment.get("clients_per_round", "none")
-    return f"{clients} clients" if sampled in ("none", clients) else f"{sampled} of {clients} clients a round"
+def _participation(experiment: Mapping[str, Any], clients: int | None) -> str:
+    sampled, among = experiment.get("clients_per_round", "none"), "natural" if clients is None else clients
+    return f"{among} clients" if sampled in ("none", clients) else f"{sampled} of {among} clients a round"
 
 
 def _facts(readings: Sequence[Reading]) -> list[list[str]]:
@@ -345,7 +357,9 @@ def _facts(readings: Sequence[Reading]) -> list[list[str]]:
     data, sampled = experiment["data"], experiment.get("clients_per_round", "none")
     ratio = "" if data["imbalance"] == "natural" else f", imbalance ratio {data['ir']:g}"
     alpha = "" if data["partition"] in ("iid", "natural") else f", alpha {data['alpha']:g}"
-    each = "all of them" if sampled == "none" else f"{sampled} of {data['clients']}, drawn anew"
+    clients = _clients(readings[0])
+    among = "" if clients is None else f" of {clients}"
+    each = f"all{among}" if sampled == "none" else f"{sampled}{among}, drawn anew"
     facts = {
         "Data": f"{Path(data['source']).stem}, {data['imbalance']}{ratio}",
         "Partition": f"{data['partition']}{alpha}",

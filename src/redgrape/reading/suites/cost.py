@@ -14,7 +14,7 @@ from redgrape.errors import RedgrapeError
 from redgrape.reading.run_tables import RunView, find_runs
 from redgrape.reading.suites.found_cells import Standing
 from redgrape.runs.experiment import Experiment
-from redgrape.runs.run import LAST
+from redgrape.runs.figures import LAST
 
 # Seconds for the forward and backward pass of one example on one core of a 2020 server, and the numbers of training and
 # test examples. This is rough: it ignores the work of the method. It is used only until something has been run here.
@@ -80,8 +80,9 @@ def measure(folder: Path, workers: int) -> list[Measured]:
         rounds = Counter(line.get("workers", workers) for line in lines)  # a run may resume with other workers
         models = {count: modelled(experiment, count) for count in rounds}
         model = sum(rounds[count] * seconds_a_round for count, seconds_a_round in models.items() if seconds_a_round)
-        if seconds and model:
-            found.append(Measured(experiment.data.source, experiment.net.name, experiment.method.name, seconds / model))
+        if seconds:
+            ratio = seconds / (model or len(lines))  # without a model, seconds per round
+            found.append(Measured(experiment.data.source, experiment.net.name, experiment.method.name, ratio))
     return found
 
 
@@ -91,10 +92,15 @@ def seconds_left(standing: Standing, measured: Sequence[Measured], workers: int)
         return 0.0
     e = standing.cell.experiment
     model = modelled(e, workers)
+    of_source = [m for m in measured if m.source == e.data.source]
     if model is None:
-        return None
+        if not of_source:
+            return None
+        model, measured = 1.0, of_source
+    else:
+        measured = [m for m in measured if m.source in SIZES]
     alike = (
-        [m for m in measured if (m.source, m.net, m.method) == (e.data.source, e.net.name, e.method.name)]
+        [m for m in of_source if (m.net, m.method) == (e.net.name, e.method.name)]
         or [m for m in measured if (m.net, m.method) == (e.net.name, e.method.name)]
         or [m for m in measured if m.net == e.net.name]
         or measured

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from redgrape.reading import run_tables
+from redgrape.reading import run_tables, terminal
 from redgrape.reading.suites.found_cells import Standing
 from redgrape.reading.suites.tables import Table
 
@@ -29,7 +29,7 @@ def draw(table: Table, path: Path) -> None:
             found = [s for s in table.standings if s.finished and _place(table, s) == (row, column)]
             rounds, low, mean, high = _band(found, measure, table.on)
             colour, style = lines[row]
-            axis.plot(rounds, mean, label=row, color=colour, linestyle=style, linewidth=1.6)
+            axis.plot(rounds, mean, label=_label(row), color=colour, linestyle=style, linewidth=1.6)
             if len(found) > 1:
                 axis.fill_between(rounds, low, high, color=colour, alpha=0.15, linewidth=0)
         axis.set_title(", ".join(column), fontsize=10)
@@ -39,7 +39,7 @@ def draw(table: Table, path: Path) -> None:
         axis.grid(alpha=0.3)
     figure.legend(*axes.flat[0].get_legend_handles_labels(), loc="outside right center", fontsize=8)
     figure.suptitle(
-        table.suite.title if table.scale is None else f"{table.suite.title} ({table.scale})",
+        _label(table.suite.title if table.scale is None else f"{table.suite.title} ({table.scale})"),
         fontsize=10,
         wrap=True,
     )
@@ -52,6 +52,11 @@ def looks(rows: Sequence[str]) -> dict[str, tuple[str, str]]:
     ours_last = sorted(rows, key=lambda row: row == "RedGrape")
     styles = [("-", "--", "-.", ":")[i // len(run_tables.COOLER) % 4] for i in range(len(rows))]
     return dict(zip(ours_last, zip(run_tables.colours(len(rows)), styles, strict=True), strict=True))
+
+
+def _label(row: str) -> str:
+    """The name of a row in a picture: no escapes, no mathematics."""
+    return terminal.printable(row).replace("$", r"\$")
 
 
 def _place(table: Table, standing: Standing) -> tuple[str, tuple[str, ...]]:

@@ -14,6 +14,7 @@ from typing import Any, Literal, TypeAlias, TypeVar, get_args
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from redgrape.errors import ConfigError, unknown
+from redgrape.reading.suites import files
 from redgrape.runs.checksums import hash_of
 from redgrape.runs.experiment import Experiment, put, read_toml
 from redgrape.runs.figures import FIGURES
@@ -25,10 +26,7 @@ M = TypeVar("M", bound=BaseModel)
 Label: TypeAlias = bool | int | float | str | list[Any]
 
 SCALES: tuple[str, ...] = get_args(Scale)
-SETTINGS = "settings"
 UNDECISIVE = ("checkpoint_every", "evaluate_every")  # keys that change no result
-# The first path is used in a wheel, the second in a checkout.
-FOLDERS = (Path(__file__).parents[2] / "experiments", Path(__file__).parents[4] / "experiments" / "suites")
 
 _STRICT = ConfigDict(frozen=True, strict=True, extra="forbid")
 
@@ -105,13 +103,13 @@ class Cell:
         return f"{re.sub(r'[^A-Za-z0-9.]+', '_', words).strip('_.')[:80].lower()}-seed{self.seed}-{self.identity[:8]}"
 
 
-def identity(experiment: Experiment, files: Mapping[str, str]) -> str:
+def identity(experiment: Experiment, file_hashes: Mapping[str, str]) -> str:
     """A hash that is equal for runs with equal results. It ignores how often they save or evaluate, and the name of the
     preset, whose values are all included. The last ten rounds are always evaluated."""
     values = experiment.resolved()
     decisive = {name: value for name, value in values.items() if name not in UNDECISIVE}
     method = {name: value for name, value in values["method"].items() if name != "preset"}
-    return hash_of({**decisive, "method": method, "files": dict(files)})
+    return hash_of({**decisive, "method": method, "files": dict(file_hashes)})
 
 
 @dataclass(frozen=True)
@@ -249,21 +247,16 @@ class Suite:
         return words
 
 
-def names() -> list[str]:
-    """The names of the suites included in redgrape."""
-    return sorted(path.stem for path in _folder().glob("*.toml") if path.stem != SETTINGS)
-
-
 def load(name: str) -> Suite:
     """Load the suite of this name."""
-    if name not in names():
-        raise unknown("suite", name, names())
-    return read(_folder() / f"{name}.toml")
+    if name not in files.names():
+        raise unknown("suite", name, files.names())
+    return read(files.folder() / f"{name}.toml")
 
 
 def read(path: Path) -> Suite:
     """Read a suite from its file. The shared settings are in the same folder."""
-    settings = _parsed(path.with_name(f"{SETTINGS}.toml"), Settings)
+    settings = _parsed(path.with_name(f"{files.SETTINGS}.toml"), Settings)
     described = _parsed(path, Description)
     cells = (
         described if described.cells_of is None else _parsed(path.with_name(f"{described.cells_of}.toml"), Description)
@@ -326,13 +319,6 @@ def label_text(axis: str, label: Label) -> str:
     if axis == "ir":
         return f"IR {text(label)}"
     return text(label) if isinstance(label, str) and "." not in axis else f"{axis} {text(label)}"
-
-
-def _folder() -> Path:
-    for folder in FOLDERS:
-        if folder.is_dir():
-            return folder
-    raise ConfigError(f"the suites' files are not at '{FOLDERS[0]}'; install redgrape again")
 
 
 def _parsed(path: Path, model: type[M]) -> M:

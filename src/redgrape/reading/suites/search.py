@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from redgrape.errors import ConfigError
+from redgrape.errors import ConfigError, install
 from redgrape.reading.suites import grid
 from redgrape.reading.suites.description import Label
 
@@ -95,4 +95,4 @@ def _optuna() -> Any:
     try:
         return importlib.import_module("optuna")
     except ImportError as error:
-        raise ConfigError("--search needs Optuna: pip install redgrape[search]") from error
+        raise ConfigError(f"--search needs Optuna; {install('search')}") from error

@@ -7,20 +7,22 @@ import io
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from redgrape.errors import ConfigError
-from redgrape.reading.run_tables import EXTRA_DATA, TITLES, RunView, mean_std, other_data, plain
+from redgrape.reading import terminal
+from redgrape.reading.run_tables import EXTRA_DATA, SHORT, TITLES, RunView, mean_std, other_data, plain
 from redgrape.reading.suites import found_cells
 from redgrape.reading.suites.description import Suite, label_text, text
 from redgrape.reading.suites.found_cells import Standing
 from redgrape.reading.suites.statistics import FEWEST_SEEDS, Paired, paired
 from redgrape.runs import durable
-from redgrape.runs.run import DECIDING, LAST
+from redgrape.runs.figures import LAST
+from redgrape.runs.run import DECIDING
 
-TOO_SHORT = 2 * LAST  # in shorter runs, the mean of the last rounds covers most of the training
+TOO_SHORT = 2 * LAST  # shorter runs have no LAST rounds after their warm-up
 RISE = 0.01  # a run is still learning if its accuracy rose by more than this in the last rounds
 DASH = "–"
 
@@ -108,7 +110,7 @@ def build(
                     column=column,
                     measure=measure,
                     values=ours,
-                    seeds=len(group),
+                    seeds=len({standing.cell.seed for standing in group}),
                     paper=suite.paper_value(row, column, measure) if on == "test" else None,
                     extra_data=any(s.view is not None and s.view.uses_extra_data for s in group),
                     comparisons={reference: paired(ours, theirs) for reference, theirs in others.items()},
@@ -130,7 +132,8 @@ def _of_one_split(standings: Sequence[Standing]) -> list[Standing]:
 
 
 def _by_seed(group: Sequence[Standing], measure: str, on: str) -> dict[int, float]:
-    found = {}
+    """The figure for each seed. Clients that were trained alone give their mean."""
+    found: dict[int, list[float]] = {}
     for standing in group:
         if standing.view is not None and standing.view.summary is not None:
             means = standing.view.summary["mean_of_last" if on == "test" else "validation"]
@@ -139,8 +142,8 @@ def _by_seed(group: Sequence[Standing], measure: str, on: str) -> dict[int, floa
                     f"'{standing.view.path}' was run without a validation set; hold one out with -c data.validation=10"
                 )
             if means.get(measure) is not None:
-                found[standing.cell.seed] = means[measure]
-    return found
+                found.setdefault(standing.cell.seed, []).append(means[measure])
+    return {seed: mean_std(values)[0] for seed, values in found.items()}
 
 
 def _notes(standings: Sequence[Standing], on: str) -> list[str]:
@@ -161,13 +164,13 @@ def _notes(standings: Sequence[Standing], on: str) -> list[str]:
                     f"still learning at the end, up by more than a point in the last rounds: {len(rising)} of "
                     f"{len(finished)} runs{who}"
                 )
-        seeds: dict[str, int] = {}
+        seeds: dict[str, set[int]] = {}
         for s in finished:
-            cell = _name(s, s.cell.labels)
-            seeds[cell] = seeds.get(cell, 0) + 1
-        if min(seeds.values()) < FEWEST_SEEDS:
+            seeds.setdefault(_name(s, s.cell.labels), set()).add(s.cell.seed)
+        numbers = sorted(set(map(len, seeds.values())))
+        if numbers[0] < FEWEST_SEEDS:
             notes.append(
-                f"too few seeds to compare methods: {_list(sorted(set(seeds.values())))} a cell, and chance alone "
+                f"too few seeds to compare methods: {_list(numbers)} a cell, and chance alone "
                 f"moves figures; {FEWEST_SEEDS} or more can be compared"
             )
     notes += _machines(finished)
@@ -238,7 +241,27 @@ class Block:
     rows: list[list[Text]]
 
 
-def blocks(table: Table) -> list[Block]:
+@dataclass(frozen=True)
+class Style:
+    """How figures and titles are written."""
+
+    digits: int = 2
+    plus_minus: str = " ± "
+    titles: Mapping[str, str] = field(default_factory=lambda: TITLES)
+    verdicts: bool = True
+
+    def percent(self, value: float | None) -> str:
+        return DASH if value is None else f"{value:.{self.digits}f}"
+
+    def points(self, value: float | None) -> str:
+        return DASH if value is None else f"{value:+.{self.digits}f}"
+
+
+FULL = Style()
+NARROW = Style(1, "±", SHORT, verdicts=False)  # for terminals
+
+
+def blocks(table: Table, style: Style = FULL) -> list[Block]:
     """Results, then comparisons, for the columns with finished cells."""
     found = []
     for title, columns in _groups(table):
@@ -247,15 +270,16 @@ def blocks(table: Table) -> list[Block]:
         for column, measure in places:
             entries = [table.at(row, column, measure) for row in table.rows]
             has_paper = any(entry.paper is not None for entry in entries)
-            name = _column_title(table, column, measure)
+            name = _column_title(table, column, measure, style)
             header += [name, "paper", "difference"] if has_paper else [name]
             for entry in entries:
-                rows[entry.row] += [Text(_ours(entry), entry in _best(entries))]
-                rows[entry.row] += [Text(_percent(entry.paper)), Text(_points(entry.difference))] if has_paper else []
+                rows[entry.row] += [Text(_ours(entry, style), entry in _best(entries))]
+                if has_paper:
+                    rows[entry.row] += [Text(style.percent(entry.paper)), Text(style.points(entry.difference))]
         found.append(Block(title, header, list(rows.values())))
         for reference in table.suite.references:
             if any(e.comparisons.get(reference, Paired(0, None)).separated is not None for e in table.entries):
-                found.append(_comparison(table, title, places, reference))
+                found.append(_comparison(table, title, places, reference, style))
     return found
 
 
@@ -269,15 +293,18 @@ def _groups(table: Table) -> list[tuple[str, list[tuple[str, ...]]]]:
     return list(groups.items())
 
 
-def _comparison(table: Table, title: str, places: Sequence[tuple[tuple[str, ...], str]], reference: str) -> Block:
-    header = [", ".join(table.suite.rows), *[_column_title(table, column, measure) for column, measure in places]]
+def _comparison(
+    table: Table, title: str, places: Sequence[tuple[tuple[str, ...], str]], reference: str, style: Style
+) -> Block:
+    titles = [_column_title(table, column, measure, style) for column, measure in places]
+    header = [", ".join(table.suite.rows), *titles]
     rows = []
     for row in table.rows:
         if row != reference:
             pairs = [
                 table.at(row, column, measure).comparisons.get(reference, Paired(0, None)) for column, measure in places
             ]
-            rows.append([_row_text(table, row), *[Text(verdict(pair)) for pair in pairs]])
+            rows.append([_row_text(table, row), *[Text(verdict(pair, style)) for pair in pairs]])
     return Block(f"{title + ': ' if title else ''}minus {_called(reference)}, by seed, in points", header, rows)
 
 
@@ -286,23 +313,24 @@ def _called(row: str) -> str:
     return row if any(map(str.isalpha, row)) else f"row {row}"
 
 
-def verdict(pair: Paired) -> str:
+def verdict(pair: Paired, style: Style = FULL) -> str:
     if pair.mean is None:
         return DASH
-    if pair.low is None or pair.high is None:
-        return f"{_points(100 * pair.mean)}, too few seeds ({pair.seeds})"
-    interval = f"{_points(100 * pair.mean)} [{_points(100 * pair.low)}, {_points(100 * pair.high)}]"
-    return interval if pair.separated else f"{interval}, not separated"
+    mean, low, high = (style.points(_times100(value)) for value in (pair.mean, pair.low, pair.high))
+    if pair.separated is None:
+        return f"{mean}, too few seeds ({pair.seeds})"
+    interval = f"{mean} [{low}, {high}]"
+    return f"{interval}, not separated" if style.verdicts and not pair.separated else interval
 
 
 def _row_text(table: Table, row: str) -> Text:
     return Text(row + (EXTRA_DATA if any(e.extra_data for e in table.entries if e.row == row) else ""))
 
 
-def _column_title(table: Table, column: tuple[str, ...], measure: str) -> str:
+def _column_title(table: Table, column: tuple[str, ...], measure: str, style: Style) -> str:
     parts = list(column[1:] if len(column) > 1 else column)
     if len(table.suite.measures) > 1 or not parts:
-        parts.append(TITLES[measure])
+        parts.append(style.titles[measure])
     return ", ".join(parts)
 
 
@@ -314,20 +342,12 @@ def _best(entries: Sequence[Entry]) -> list[Entry]:
     return [entry for entry in entries if entry.mean is not None and round(100 * entry.mean, 2) == max(means)]
 
 
-def _ours(entry: Entry) -> str:
+def _ours(entry: Entry, style: Style) -> str:
     if entry.mean is None:
         return DASH
-    spread = "" if entry.std is None else f" ± {100 * entry.std:.2f}"
+    spread = "" if entry.std is None else style.plus_minus + style.percent(100 * entry.std)
     part = "" if len(entry.values) == entry.seeds else f" ({len(entry.values)} of {entry.seeds} seeds)"
-    return f"{100 * entry.mean:.2f}{spread}{part}"
-
-
-def _percent(value: float | None) -> str:
-    return DASH if value is None else f"{value:.2f}"
-
-
-def _points(value: float | None) -> str:
-    return DASH if value is None else f"{value:+.2f}"
+    return f"{style.percent(100 * entry.mean)}{spread}{part}"
 
 
 def caption(table: Table) -> list[str]:
@@ -359,6 +379,20 @@ def caption(table: Table) -> list[str]:
     if table.departures:
         lines.append(f"where the paper has otherwise, or is silent, at every scale: {' · '.join(table.departures)}")
     return [*lines, *[f"note: {note}" for note in table.notes]]
+
+
+def plain_text(table: Table) -> str:
+    """The table for a terminal."""
+    parts = [terminal.paragraph(table.suite.title)]
+    parts += [
+        terminal.table(block.header, [[entry.text for entry in row] for row in block.rows], block.title)
+        for block in blocks(table, NARROW)
+    ]
+    if not any(entry.values for entry in table.entries):
+        parts.append("No cell is finished.")
+    below = [line.replace("; not separated: the", "; an interval around 0: the") for line in caption(table)]
+    parts.append("\n".join(terminal.paragraph(f"- {line}", "  ") for line in below))
+    return "\n\n".join(parts) + "\n"
 
 
 def markdown(table: Table) -> str:
