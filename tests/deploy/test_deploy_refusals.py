@@ -318,6 +318,6 @@ def test_another_app_is_not_run_at_the_sites(deployment: Local, tmp_path: Path, 
     finally:
         code.write_text(before)
     assert not trace.exists()
-    assert "alone (app in its site.toml)" in text and "NOT RUN" in deployment.sites["north"].text()
+    assert "(app in its site.toml)" in text and "NOT RUN" in deployment.sites["north"].text()
     deployment.run("own-app", *SMALL, "--rounds", 1)
     tally("another app is not run at a site", 2, 2)
