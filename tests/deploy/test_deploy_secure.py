@@ -198,7 +198,7 @@ def test_a_site_killed_in_a_round_is_left_out_and_the_next_waits_for_it(
     with Watched(tmp_path, federated, "--test", federated.folder / "test.npz", *LOWEST) as deployment:
         deployment.set(deadlines__round=300)
         deployment.start()
-        options = [*SMALL, "-c", "method.lr=0.001", "-c", "method.epochs=400"]
+        options = [*SMALL, "--method", "redgrape", "-c", "method.lr=0.001", "-c", "method.epochs=400"]
         run = deployment.begin_run("killed", *options, "--rounds", 4)
         wait_for(lambda: len(deployment.received(stage="shares", round=2)) == 3, "the shares of round 2", 600)
         deployment.sites["west"].kill_all()  # while it trains
