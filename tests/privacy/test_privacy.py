@@ -811,6 +811,8 @@ def test_the_command(tiny: Callable[..., dict[str, Any]], tmp_path: Path, capsys
     ("method", "word"),
     [
         ("fedavg", "no class by name"),
+        ("lda", "answers, without an update of the model"),
+        ("lda", "how many examples of each class it holds, and their mean feature vector. The sum of a single example"),
         ("creff", "what the server makes of class rows of 4 of 4 classes"),
         ("balanced_softmax", "each client was asked for its class_counts. The method needs the sum alone"),
     ],
