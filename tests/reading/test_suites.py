@@ -762,7 +762,7 @@ def test_sweep_runs_a_grid(command: Command, tmp_path: Path) -> None:
         "0.1, [2]",
     ]
     assert all(len(entry["seeds"]) == 2 for entry in table["entries"] if entry["measure"] != "middle")  # named tails
-    assert "mean of the last 2 rounds, ± standard deviation over seeds" in outcome.out
+    assert "mean of the last round, ± standard deviation over seeds" in outcome.out
     repeated = good(command(*shlex.split(table["command"])[1:], "--plan"))
     assert "8 cells: 8 done\nnothing to run" in repeated.out
 

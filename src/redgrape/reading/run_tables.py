@@ -251,6 +251,7 @@ def many_classes(results: Sequence[Result]) -> bool:
 def caption(results: Sequence[Result]) -> str:
     rounds = sorted({len(_summary(run)["averaged_rounds"]) for r in results for run in r.runs})
     over = f"the last {rounds[0]} evaluated rounds" if len(rounds) == 1 else "the last evaluated rounds"
+    over = "the last round" if rounds == [1] else over
     seeds = ", mean ± standard deviation over seeds" if any(r.seeds > 1 for r in results) else ""
     extra = f";{EXTRA_DATA} uses extra balanced data at the server" if any(r.title != r.label for r in results) else ""
     return f"{results[0].on} accuracy in %, mean of {over}{seeds}{extra}"

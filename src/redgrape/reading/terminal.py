@@ -32,6 +32,14 @@ def paragraph(words: object, indent: str = "") -> str:
     return textwrap.fill(text, width(), subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 
 
+def prose(words: str) -> str:
+    """Text with several lines, wrapped if one of them is too long. Indented lines, such as equations, stay."""
+    if max(map(len, words.split("\n"))) <= width():
+        return lines(words)
+    parts = words.split("\n\n")
+    return "\n\n".join(lines(part) if part.startswith(" ") else paragraph(" ".join(part.split())) for part in parts)
+
+
 def listed(entries: Sequence[tuple[str, str]]) -> str:
     """Names with sentences beside them."""
     longest = max((_columns(printable(name)) for name, _ in entries), default=0)

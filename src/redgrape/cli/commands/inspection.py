@@ -13,7 +13,7 @@ import tomli_w
 from redgrape.cli.progress import percent
 from redgrape.errors import ConfigError, StorageError
 from redgrape.reading import judged, run_tables
-from redgrape.reading.terminal import lines, listed, paragraph, printable, table
+from redgrape.reading.terminal import lines, listed, paragraph, printable, prose, table
 from redgrape.runs.figures import LONGEST
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ def methods(options: argparse.Namespace) -> None:
         facts = {"name": options.name, "fidelity": method.fidelity, "hyper_parameters": fields, "presets": presets}
         print(json.dumps(run_tables.plain(facts)))
         return
-    print(lines((sys.modules[method.__module__].__doc__ or "").strip()))
+    print(prose((sys.modules[method.__module__].__doc__ or "").strip()))
     print("\nhyper-parameters")
     print(listed([(f"{name}={_shown(entry['default'])}", entry["meaning"] or "") for name, entry in fields.items()]))
     print()

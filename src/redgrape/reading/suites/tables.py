@@ -354,7 +354,7 @@ def caption(table: Table) -> list[str]:
     """The lines below the table, in every format."""
     measure = f"{TITLES[table.suite.measures[0]]} " if len(table.suite.measures) == 1 else ""
     averaged = {len(s.view.summary["averaged_rounds"]) for s in table.standings if s.view and s.view.summary}
-    over = "" if len(averaged) != 1 else f"the last {min(averaged)} rounds"
+    over = "" if len(averaged) != 1 else f"the last {min(averaged)} rounds" if min(averaged) > 1 else "the last round"
     lines = [f"{measure}{table.on} accuracy in %, mean of {over or f'the last rounds, at most {LAST}'}"]
     if any(entry.std is not None for entry in table.entries):
         lines[0] += ", ± standard deviation over seeds"
