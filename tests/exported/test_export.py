@@ -342,7 +342,6 @@ def test_the_card(image_run: SimpleNamespace, image_folder: Path, model: Model) 
         "from start.safetensors",
         "after round 2 of 2.",
         f"{100 * image_run.test['accuracy']:.1f} %",
-        "mean of the last 2 evaluations",
         'load_model("path/to/this/folder")',
         "divided by 255",
         "expose which classes a client holds",

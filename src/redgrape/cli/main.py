@@ -247,6 +247,7 @@ def _parser() -> argparse.ArgumentParser:
     defaults = {"method.name": WITHOUT_TRAINING, "net.name": "efficientnet_lite0", "rounds": 1}
     command.set_defaults(experiment=None, **{f"set:{key}": value for key, value in defaults.items()})
     command.add_argument("--out", type=_path, metavar="DIR", help="the run folder (default: a new one below runs/)")
+    command.add_argument("--overwrite", action="store_true", help="replace a run of which no round is done")
     command.add_argument("--export", type=_path, metavar="DIR", help="also write the model to this folder")
     _add_execution_flags(command)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -29,7 +30,7 @@ def draw(table: Table, path: Path) -> None:
             found = [s for s in table.standings if s.finished and _place(table, s) == (row, column)]
             rounds, low, mean, high = _band(found, measure, table.on)
             colour, style = lines[row]
-            axis.plot(rounds, mean, label=_label(row), color=colour, linestyle=style, linewidth=1.6)
+            axis.plot(rounds, mean, label=_label(textwrap.fill(row, 40)), color=colour, linestyle=style, linewidth=1.6)
             if len(found) > 1:
                 axis.fill_between(rounds, low, high, color=colour, alpha=0.15, linewidth=0)
         axis.set_title(", ".join(column), fontsize=10)
@@ -56,7 +57,7 @@ def looks(rows: Sequence[str]) -> dict[str, tuple[str, str]]:
 
 def _label(row: str) -> str:
     """The name of a row in a picture: no escapes, no mathematics."""
-    return terminal.printable(row).replace("$", r"\$")
+    return "\n".join(terminal.printable(line).replace("$", r"\$") for line in row.split("\n"))
 
 
 def _place(table: Table, standing: Standing) -> tuple[str, tuple[str, ...]]:
