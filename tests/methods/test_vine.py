@@ -19,7 +19,7 @@ from redgrape.engines.in_process import InProcess
 from redgrape.errors import ConfigError
 from redgrape.method import ServerSite
 from redgrape.methods.redgrape import RedGrape
-from redgrape.methods.vine import Vine
+from redgrape.methods.vine import Balance, Vine
 from redgrape.testing import engines as testing_engines
 from redgrape.training import Training, exchanged, first_state
 
@@ -178,6 +178,25 @@ def test_the_correction_is_zero_at_the_first_step() -> None:
     two = {**one_step, "epochs": 2}
     plain, corrected = (trained(Vine(correction=c, threshold=2, **two)) for c in ("none", "real"))
     assert not tree.equal(plain[-1].server["model"], corrected[-1].server["model"])
+
+
+def test_the_correction_is_the_gradient_on_the_drawn_examples() -> None:
+    """Against autograd: the sum over L_bal of pi_c^tau times the mean of CE(z + tau log pi, c) over T examples."""
+    method = Vine(correction="real", threshold=2, margin=0.7, **SMALL)
+    (state,) = trained(method, rounds=1)
+    broadcast = method.broadcast(state.server)
+    site = ClientHalf(method, federation(), net, 4, 2, torch.device("cpu")).site(1, 2)
+    model = method.load_for_training(broadcast["model"], site)
+    balance = Balance(method, broadcast, model, site)
+    assert balance.drawn is not None
+    x, y = balance.drawn
+    assert torch.bincount(y, minlength=C).tolist() == [2, 0, 2, 0]  # client 1 has 3, 0, 9 and 1
+    share = (torch.tensor(SIZES).sum(dim=0).double() / sum(map(sum, SIZES))) ** 0.7
+    each = nn.functional.cross_entropy(model(x) + share.log(), y, reduction="none")
+    loss = (each * share[y] / share.mean()).sum() / 2
+    gradients = torch.autograd.grad(loss, list(model.classifier.parameters()))
+    for name, g in zip(("weight", "bias"), gradients, strict=True):
+        close(balance._on_real_data()[name], g)
 
 
 def test_no_drift_in_float32() -> None:

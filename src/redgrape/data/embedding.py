@@ -37,7 +37,7 @@ class Embedder:
         self, encoder: nn.Module, features: int, identity: str, root: Path | None, progress: Progress | None = None
     ) -> None:
         self.features = features
-        self._encoder = encoder.eval().to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        self._encoder = encoder.eval().to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # not in stubs
         self._identity, self._folder, self._progress = identity, data_root(root) / "embedded", progress
         self._known: list[tuple[Tensor, Any]] = []
 

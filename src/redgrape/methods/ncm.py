@@ -8,9 +8,9 @@ from sums over clients. The correction by rho is ours. This is `lda` with g = 1:
     server  mu_c = s_c / N_c;   v = tr(Q - sum_c N_c mu_c mu_c^T) / ((N - C) d)
             z_c = -1/2 [|h - mu_c|^2 / v - rho d / N_c], without |h|^2, which all classes share
 
-The distance to a mean of n examples is too large by tr(S) / n; rho = 1 takes this back. With rho = 0 this is
-the usual nearest mean. A client sends its sums in the
-first round in which it is asked, and zeros in later rounds. With all clients sampled, one round is enough.
+The distance to a mean of n examples is too large by tr(S) / n; rho = 1 takes this back. With rho = 0 this is the usual
+nearest mean. A client sends its sums in the first round in which it is asked, and zeros in later rounds. With all
+clients sampled, one round is enough.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ a secure sum nobody sees the gradient of a single class or client. H_c clients h
                the sum over the classes of the mean over their holders. p_i = softmax(z_i + log m), m = pi^tau with tau
                the margin and pi the class shares: a rare class that is memorised (p = 1 at tau = 0) still pulls
             2  for each local step, with W_hat beside W as in RedGrape:
-                  g_bal <- G / C [ + 1/C sum_{c in L_bal} (grad_c(D_bal; now) - grad_c(D_bal; received)) ]
+                  g_bal <- G / C [ + 1/C sum_{c in L_bal} m_c (grad_c(D_bal; now) - grad_c(D_bal; received)) ]
                   W <- W - eta_l [ g_local + lambda g_bal ||g_local|| / ||g_bal|| ]              RedGrape's Eq. (12)
             3  sends theta_k - theta^{t-1}, n_k and M_k - S_k, and adds that to S_k, what it has sent so far
     server  G <- G + sum of what arrived: the sum of all clients' latest M_k, whoever was sampled
