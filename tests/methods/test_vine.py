@@ -192,11 +192,30 @@ def test_the_correction_is_the_gradient_on_the_drawn_examples() -> None:
     x, y = balance.drawn
     assert torch.bincount(y, minlength=C).tolist() == [2, 0, 2, 0]  # client 1 has 3, 0, 9 and 1
     share = (torch.tensor(SIZES).sum(dim=0).double() / sum(map(sum, SIZES))) ** 0.7
-    each = nn.functional.cross_entropy(model(x) + share.log(), y, reduction="none")
-    loss = (each * share[y] / share.mean()).sum() / 2
-    gradients = torch.autograd.grad(loss, list(model.classifier.parameters()))
-    for name, g in zip(("weight", "bias"), gradients, strict=True):
-        close(balance._on_real_data()[name], g)
+
+    def by_autograd() -> dict[str, Tensor]:
+        each = nn.functional.cross_entropy(model(x) + share.log(), y, reduction="none")
+        loss = (each * share[y] / share.mean()).sum() / 2
+        gradients = torch.autograd.grad(loss, list(model.classifier.parameters()))
+        return dict(zip(("weight", "bias"), gradients, strict=True))
+
+    received = by_autograd()
+    with torch.no_grad():
+        model.classifier.weight[0] += 0.3
+    for name, now in by_autograd().items():
+        close(balance.received[name], received[name])
+        close(balance._sum()[name], broadcast["G"][name] + now - received[name])
+
+
+def test_without_memory_the_sampled_clients_stand_for_all() -> None:
+    """G = K / |S| sum of M_k, with two of five clients."""
+    method = Vine(memory=False, **SMALL)
+    (state,) = trained(method, rounds=1, clients_per_round=2)
+    half = ClientHalf(method, federation(), net, 4, 1, torch.device("cpu"))
+    sampled = [method._summed_gradient(net(), state.server, half.site(k, 1)) for k in state.record["answered"]]
+    assert len(sampled) == 2
+    for name, g in state.server["G"].items():
+        close(g, 5 / 2 * sum(M_k[name] for M_k in sampled))
 
 
 def test_no_drift_in_float32() -> None:
