@@ -2,7 +2,7 @@
 
 A small net spends its time on kernel launches, not in the kernels. Clients with equal numbers of examples make the same
 local steps, so one step of a stack of nets is a step of each: `client_update` runs once, on tensors with one more axis,
-and its results are split by client. A method declares by `@stackable` that its client half also holds for such tensors: it
+and its results are split by client. A method marks its client half as `@stackable` if it holds for such tensors too: it
 works element by element, or through the net, the loss of a batch and the optimizer. The order of summation differs from
 that of a single client, so results agree to rounding, not bit for bit.
 """
