@@ -42,6 +42,7 @@ from redgrape.determinism import same_bits_everywhere
 from redgrape.engines import Answer, ClientHalf, Lost
 from redgrape.engines.in_process import InProcess
 from redgrape.exchange import Exchange, plausible, rules
+from redgrape.exchange.checks import Inspection
 from redgrape.method import Method
 from redgrape.training import Step, Training
 from redgrape.tree import Tensors
@@ -328,10 +329,10 @@ def print_cost(options: argparse.Namespace) -> None:
                 begin = time.process_time()
                 model, measures = step.state.server["model"], {}
                 parts = method.parts(model, training.site)
+                inspection = Inspection(parts, model, federation.num_classes)
                 for k, answer in answers.items():
-                    declared = federation.declared(k)
-                    training.exchange.check(answer.update, parts, declared, model, federation.num_classes)
-                    measures[k] = plausible.measured(answer.update, parts, None)
+                    lengths = inspection.lengths(answer.update, federation.declared(k))
+                    measures[k] = plausible.measured(answer.update, parts, lengths, None)
                 plausible.outliers(measures, parts, model)
                 checks.append(time.process_time() - begin)
         whole, check = statistics.median(seconds[1:]), statistics.median(checks[1:])
