@@ -29,7 +29,6 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
 import torch
-import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
 
@@ -108,11 +107,11 @@ class RedGrape(FedAvg):
         prototypes = self._local_prototypes(net, site) if self.use_prototypes else {}  # line 1
         balance = Balance(self, broadcast, net, site)
         optimizer = self.make_optimizer([*net.parameters(), *W_hat.parameters()], site)
-        losses = self.losses(net, site)
+        losses, criterion = self.losses(net, site), self.criterion(broadcast, site)
         for x, y in self.batches(site, net):  # line 2
             optimizer.zero_grad()
             h = net.encoder(x)
-            loss = F.cross_entropy(W(h) + W_hat(h) if self.two_stream else W(h), y)
+            loss = criterion(W(h) + W_hat(h) if self.two_stream else W(h), y)
             loss.backward()  # lines 3 and 4: Eq. (6), (7); every gradient is taken before any parameter moves
             pull = balance.pull()  # line 5 and the second term of Eq. (12)
             if self.placement == "in_gradient":  # line 6

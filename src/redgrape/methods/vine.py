@@ -26,7 +26,6 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, Self
 
 import torch
-import torch.nn.functional as F
 from pydantic import Field, model_validator
 from torch import Tensor
 
@@ -129,11 +128,11 @@ class Vine(FedAvg):
         gradient = self._summed_gradient(net, broadcast, site)  # M_k
         balance = Balance(self, broadcast, net, site)
         optimizer = self.make_optimizer([*net.parameters(), *W_hat.parameters()], site)
-        losses = self.losses(net, site)
+        losses, criterion = self.losses(net, site), self.criterion(broadcast, site)
         for x, y in self.batches(site, net):
             optimizer.zero_grad()
             h = net.encoder(x)
-            loss = F.cross_entropy(W(h) + W_hat(h) if self.two_stream else W(h), y)
+            loss = criterion(W(h) + W_hat(h) if self.two_stream else W(h), y)
             loss.backward()
             for name, g in balance.pull().items():
                 W.get_parameter(name).grad += g  # type: ignore[operator]  # backward() has filled it
