@@ -37,15 +37,16 @@ WholeOrInfinite: TypeAlias = Annotated[float, AfterValidator(_whole)]
 
 
 def stackable(function: F) -> F:
-    """Mark a `client_update` or `criterion` that also works for several clients at once (engines/stacked.py): it treats
-    tensors element by element, or through the net, the loss of a batch and the optimizer."""
+    """Mark a `client_update`, `criterion` or `regulariser` that also works for several clients at once
+    (engines/stacked.py): it treats tensors element by element, or through the net, the loss of a batch and the
+    optimizer."""
     function.stackable = True  # type: ignore[attr-defined]  # a function takes any attribute
     return function
 
 
 def holds_for_stacks(method: LocalTraining) -> bool:
     """Whether everything that runs at a client is `stackable`. An override must be marked again."""
-    run = [getattr(method, name) for name in ("client_update", "criterion") if hasattr(method, name)]
+    run = [getattr(method, name) for name in ("client_update", "criterion", "regulariser") if hasattr(method, name)]
     return all(getattr(function, "stackable", False) for function in run)
 
 
@@ -163,9 +164,10 @@ class LocalTraining(BaseModel):
             parts["buffers"] = Statistics({name: model[name] for name in statistics}, momenta(net))
         return parts
 
-    def steps(self, examples: int) -> int:
+    def steps(self, examples: int, *, batchnorm: bool = False) -> int:
         """The number of local steps per round on this many examples."""
-        return self.epochs * -(-examples // self.batch_size)
+        joined = batchnorm and examples > self.batch_size and examples % self.batch_size == 1  # see _cut
+        return self.epochs * (-(-examples // self.batch_size) - joined)
 
     def effective_steps(self, steps: int) -> float:
         """The number of plain sgd steps with a constant gradient that go as far as S steps with momentum m: the sum

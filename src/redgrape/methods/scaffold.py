@@ -13,10 +13,10 @@ Algorithm 1 with option II, in which clients have equal weights:
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import ClassVar, Literal
 
 import torch
-import torch.nn.functional as F
 from pydantic import Field
 
 from redgrape import tree
@@ -24,6 +24,7 @@ from redgrape.exchange import Direction, Parts, Received
 from redgrape.learning.local_training import stackable, zeros_like_parameters
 from redgrape.method import ClientSite, ServerSite, Site
 from redgrape.methods.fedavg import FedAvg
+from redgrape.nets.net import Net
 from redgrape.tree import Tensors, Tree
 
 
@@ -55,29 +56,28 @@ class Scaffold(FedAvg):
 
     @stackable
     def client_update(self, broadcast: Tree, state: Tree, site: ClientSite) -> tuple[Tree, Tree]:
-        net = self.load_for_training(broadcast["model"], site)
+        update, _ = super().client_update(broadcast, state, site)
         c, c_i = broadcast["c"], state["c_i"]
-        correction = {name: (c[name] - c_i[name]).to(site.device) for name in c}
-        optimizer = self.make_optimizer(net.parameters(), site)
-        losses = self.losses(net, site)
-        steps = 0
-        for x, y in self.batches(site, net):
-            optimizer.zero_grad()
-            loss = F.cross_entropy(net(x), y)
-            loss.backward()
-            for name, p in net.named_parameters():
-                if p.grad is not None:
-                    p.grad.add_(correction[name])  # line 10
-            self.step(optimizer)
-            losses.add(loss, y)
-            steps += 1
-        update = self.report(net, broadcast["model"], losses, site)
+        first = site.members[0] if site.members else site  # members of a stack have equally many examples
+        batchnorm = any(name.endswith("running_mean") for name in broadcast["model"])
+        steps = self.steps(len(first.data), batchnorm=batchnorm)
         walked = self.effective_steps(steps) * self.learning_rate(site)
         moved = update["delta"] if walked > 0 else {}  # a learning rate of zero measures nothing
         new = {
             name: c_i[name] - c[name] - moved[name] / walked if name in moved else c_i[name] for name in c
         }  # line 12
         return {**update, "delta_c": tree.sub(new, c_i)}, {"c_i": new}
+
+    @stackable
+    def regulariser(self, net: Net, broadcast: Tree, state: Tree, site: ClientSite) -> Callable[[], None]:
+        c, c_i = broadcast["c"], state["c_i"]
+        trained = [(p, (c[name] - c_i[name]).to(site.device)) for name, p in net.named_parameters() if p.requires_grad]
+
+        def add_gradient() -> None:
+            for p, correction in trained:
+                p.grad.add_(correction)  # type: ignore[union-attr]  # line 10; filled by backward()
+
+        return add_gradient
 
     def server_update(self, server: Tree, received: Received, site: ServerSite) -> Tree:
         share = len(received.clients) / site.num_clients

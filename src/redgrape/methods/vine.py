@@ -128,7 +128,8 @@ class Vine(FedAvg):
         gradient = self._summed_gradient(net, broadcast, site)  # M_k
         balance = Balance(self, broadcast, net, site)
         optimizer = self.make_optimizer([*net.parameters(), *W_hat.parameters()], site)
-        losses, criterion = self.losses(net, site), self.criterion(broadcast, site)
+        criterion, regularise = self.criterion(broadcast, site), self.regulariser(net, broadcast, state, site)
+        losses = self.losses(net, site)
         for x, y in self.batches(site, net):
             optimizer.zero_grad()
             h = net.encoder(x)
@@ -136,6 +137,7 @@ class Vine(FedAvg):
             loss.backward()
             for name, g in balance.pull().items():
                 W.get_parameter(name).grad += g  # type: ignore[operator]  # backward() has filled it
+            regularise()
             self.step(optimizer)
             losses.add(loss, y)
         if self.memory:
