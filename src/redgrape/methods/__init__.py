@@ -25,9 +25,17 @@ def names() -> list[str]:
 
 
 def load(name: str) -> type[Method]:
-    """The class of a method by its name, or of your own method by its file: `load("redgrape")`, `load("mine.py")`."""
+    """The class of a method by its name, or of your own method by its file: `load("redgrape")`, `load("mine.py")`,
+    `load("vine+balanced_softmax")`."""
     if name.endswith(".py"):
         return _only_method(own_code.from_file(Path(name), "method"), name)
+    if "+" in name:
+        from redgrape.methods._combination import combined
+
+        parts = name.split("+")
+        if twice := next((part for part in parts if parts.count(part) > 1), None):
+            raise ConfigError(f"method '{name}': '{twice}' is named twice; name it once")
+        return combined({part: load(part) for part in parts})
     if name not in names():
         raise unknown("method", name, names())
     return _only_method(importlib.import_module(f"{__name__}.{name}"), name)
@@ -42,7 +50,10 @@ def by_class(name: str) -> type[Method] | None:
 
 
 def reference(method: type[Method]) -> type[Method] | str:
-    """How another process finds the class: its path if it was loaded from a file, else the class itself."""
+    """How another process finds the class: its path if it was loaded from a file, its name if it is a combination, else
+    the class itself."""
+    if "+" in method.__name__:
+        return method.__name__
     module = sys.modules[method.__module__]
     return str(module.__file__) if module.__name__.startswith(own_code.FILE_PREFIX) else method
 

@@ -31,6 +31,7 @@ class FedProx(FedAvg):
         "paper": {},
         "released": {"mu": 0.1, "clip_norm": 1.0},  # what RedGrape's released code adds to every method by default
     }
+    ingredient: ClassVar[str] = "regulariser"
     fidelity: ClassVar[str] = (
         "from a secondary source, which states its term; the paper searches mu in 0.001 to 1, and 0.01 is our default"
     )

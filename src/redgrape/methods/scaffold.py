@@ -14,6 +14,7 @@ Algorithm 1 with option II, in which clients have equal weights:
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import ClassVar, Literal
 
 import torch
@@ -36,27 +37,29 @@ class Scaffold(FedAvg):
 
     presets: ClassVar = {"paper": {}}
     sums_of_states: ClassVar[tuple[str, ...]] = ("c",)
+    ingredient: ClassVar[str] = "regulariser"
     fidelity: ClassVar[str] = (
         "from a secondary source, which states option II; with momentum, which the paper does not have, S counts "
         "effective steps, and with clipping, which it lacks as well, c_i is biased"
     )
 
     def parts(self, model: Tensors, site: Site) -> Parts:
-        parts = self.training_parts(model, site, weights="alike")
-        return parts | {"delta_c": Direction(zeros_like_parameters(model, site), weights="alike")}
+        parts = super().parts(model, site) | {"delta_c": Direction(zeros_like_parameters(model, site))}
+        return {name: replace(p, weights="alike") if isinstance(p, Direction) else p for name, p in parts.items()}
 
     def init_server(self, model: Tensors, site: ServerSite) -> Tree:
-        return {"model": model, "c": zeros_like_parameters(model, site)}
+        return {**super().init_server(model, site), "c": zeros_like_parameters(model, site)}
 
     def init_client(self, broadcast: Tree) -> Tree:
-        return {"c_i": {name: torch.zeros_like(c) for name, c in broadcast["c"].items()}}
+        c_i = {name: torch.zeros_like(c) for name, c in broadcast["c"].items()}
+        return {**super().init_client(broadcast), "c_i": c_i}
 
     def broadcast(self, server: Tree) -> Tree:
-        return {"model": server["model"], "c": server["c"]}
+        return {**super().broadcast(server), "c": server["c"]}
 
     @stackable
     def client_update(self, broadcast: Tree, state: Tree, site: ClientSite) -> tuple[Tree, Tree]:
-        update, _ = super().client_update(broadcast, state, site)
+        update, kept = super().client_update(broadcast, state, site)
         c, c_i = broadcast["c"], state["c_i"]
         first = site.members[0] if site.members else site  # members of a stack have equally many examples
         batchnorm = any(name.endswith("running_mean") for name in broadcast["model"])
@@ -66,7 +69,7 @@ class Scaffold(FedAvg):
         new = {
             name: c_i[name] - c[name] - moved[name] / walked if name in moved else c_i[name] for name in c
         }  # line 12
-        return {**update, "delta_c": tree.sub(new, c_i)}, {"c_i": new}
+        return {**update, "delta_c": tree.sub(new, c_i)}, {**kept, "c_i": new}
 
     @stackable
     def regulariser(self, net: Net, broadcast: Tree, state: Tree, site: ClientSite) -> Callable[[], None]:
@@ -82,4 +85,4 @@ class Scaffold(FedAvg):
     def server_update(self, server: Tree, received: Received, site: ServerSite) -> Tree:
         share = len(received.clients) / site.num_clients
         c = tree.add(server["c"], received.mean("delta_c"), share)  # line 17: 1/N over all clients
-        return {"model": received.moved(server["model"], self.server_lr), "c": c}  # line 16
+        return {**super().server_update(server, received, site), "c": c}  # line 16
