@@ -27,7 +27,7 @@ def combined(named: dict[str, type[Method]]) -> type[Method]:
     if len(whole) > 1:
         first, second = list(whole)[:2]
         raise ConfigError(
-            f"'{first}' and '{second}' are both whole methods; a combination has one, and one each of {', '.join(CHOICES)}"
+            f"'{first}' and '{second}' are both whole methods; a combination has one, and a {', '.join(CHOICES)}"
         )
     chosen: dict[str, str] = {}
     for name, method in parts.items():
