@@ -89,6 +89,7 @@ def test_defaults_are_those_of_the_part_that_sets_them() -> None:
         ("lda+fedprox", "'lda' cannot be combined with 'fedprox': its training takes no regulariser"),
         ("vine+nothing", "unknown method 'nothing'"),
         ("vine+", "unknown method ''"),
+        ("vine+mine.py", "let its class inherit from that of 'vine' instead"),
         ("vine+vine", "'vine' is named twice"),
     ],
 )

@@ -28,6 +28,9 @@ def load(name: str) -> type[Method]:
     """The class of a method by its name, or of your own method by its file: `load("redgrape")`, `load("mine.py")`,
     `load("vine+balanced_softmax")`."""
     if name.endswith(".py"):
+        joined = name.split("+", maxsplit=1)[0]
+        if joined in names():
+            raise ConfigError(f"'{name}' combines with a file; let its class inherit from that of '{joined}' instead")
         return _only_method(own_code.from_file(Path(name), "method"), name)
     if "+" in name:
         from redgrape.methods._combination import combined
