@@ -2,9 +2,9 @@
 
     .venv/bin/python scripts/migrate_records.py [FROM [INTO]]
 
-FROM (default: results) holds a folder for each record, FROM/SUITE-SCALE/RECORD, as earlier versions wrote them. It may be
-the results of another checkout. INTO (default: FROM) gets INTO/SUITE-SCALE.jsonl; records that it has stay. If both are
-the same, the folders are removed once their records can be read.
+FROM (default: results) holds a folder for each record, FROM/SUITE-SCALE/RECORD, as earlier versions wrote them. It may
+be the results of another checkout. INTO (default: FROM) gets INTO/SUITE-SCALE.jsonl; records that it has stay. If both
+are the same, the folders are removed once their records can be read.
 
 Settings that are gone are left out where they had their default. A record that used one is kept as it is, in
 INTO/made-by-0.1, where no command looks for it.

@@ -24,12 +24,12 @@ import numpy as np
 import pytest
 
 import redgrape
-from forgery import vouch_for
 from redgrape.cli import main as cli
 from redgrape.cli.commands import suites
 from redgrape.data.longtail import exponential
 from redgrape.data.partition import partition
 from redgrape.errors import ConfigError, install
+from redgrape.reading import records
 from redgrape.reading.run_tables import RunView
 from redgrape.reading.suites import (
     cost,
@@ -436,12 +436,11 @@ def test_finished_cells_are_not_run_again(small: Path, command: Command, tmp_pat
 def test_a_run_recorded_before_an_option_existed_is_still_found(small: Path, command: Command, tmp_path: Path) -> None:
     """Its experiment is parsed, so that an option that is not in it has its default."""
     good(command("reproduce", "small", "--only", "digits", "fedavg", "--record"))
-    (record,) = (tmp_path / "results" / "small-quick").iterdir()
-    assert {path.name for path in record.iterdir()} == set(found_cells.RECORD)
-    text = (record / "experiment.toml").read_text()
-    assert "cutout = 0" in text
-    (record / "experiment.toml").write_text(text.replace("cutout = 0\n", ""))
-    vouch_for(record)
+    file = tmp_path / "results" / "small-quick.jsonl"
+    ((name, record),) = records.read(file).items()
+    data = dict(record["experiment"]["data"])
+    assert data.pop("cutout") == 0
+    records.add(file, {name: {**record, "experiment": {**record["experiment"], "data": data}}})
     plan = good(command("reproduce", "small", "--only", "digits", "--plan", "--out", "nowhere")).out
     assert re.search(r"Digits, FedAvg, seed 0 +recorded\n", plan)
     assert re.search(r"Digits, RedGrape, seed 0 +to run ", plan)
@@ -618,10 +617,10 @@ def test_a_cell_is_recorded_once(small: Path, command: Command, tmp_path: Path) 
     """Called again, by another suite, and where the record lies in another folder."""
     (small / "other.toml").write_text(OTHER_RATES)
     assert good(command("reproduce", "rates", "--record")).err.count("recorded: ") == 2
-    (tmp_path / "results" / "rates-quick").rename(tmp_path / "results" / "elsewhere")
+    (tmp_path / "results" / "rates-quick.jsonl").rename(tmp_path / "results" / "elsewhere.jsonl")
     for name in ("rates", "other"):
         assert "recorded: " not in good(command("reproduce", name, "--record")).err
-    assert [path.name for path in (tmp_path / "results").iterdir()] == ["elsewhere"]
+    assert [path.name for path in (tmp_path / "results").iterdir()] == ["elsewhere.jsonl"]
 
 
 @pytest.mark.parametrize("file", ["metrics.jsonl", "summary.json", "experiment.toml"])
@@ -681,7 +680,7 @@ def test_a_suite_whose_runs_lie_elsewhere_has_a_page(
     good(command("reproduce", "small", "--only", "digits", "fedavg", "--record", "--out", "gone"))
     good(command("reproduce", "small", "--only", "digits", "redgrape"))
     good(command("reproduce", "same", "--only", "digits"))
-    names = {"results/small-quick", "runs/small-quick"}
+    names = {"results/small-quick.jsonl", "runs/small-quick"}
     for place in ("runs/same-quick", "same"):
         data = reported(place)
         assert {str(Path(run).parent) for run in data["runs"]} == names

@@ -1,7 +1,7 @@
-"""Records: finished runs as lines of one file a suite, `results/SUITE-SCALE.jsonl`, without what no table or chart needs.
+"""Records: finished runs as lines of one file a suite, `results/SUITE-SCALE.jsonl`, with what tables and charts need.
 
     {"format": "redgrape records 1"}
-    {"shared": DIGEST, "value": {...}}     the environment, or the experiment without seed and method, of several records
+    {"shared": DIGEST, "value": {...}}     an environment, or an experiment without seed and method
     {"record": NAME, "seed": 0, "method": {...}, "experiment": DIGEST, "environment": DIGEST, "summary": {...},
      "curves": {"test": {"round": [...], "accuracy": [...], ...}}, "cost": {...}, "sha256": of all this}
 
@@ -45,7 +45,7 @@ def read(file: Path) -> dict[str, Record]:
 def _read(file: Path, changed: int, size: int) -> dict[str, Record]:
     """Read the file, once for each state of it."""
     with durable.storage_errors("read", file):
-        first, *lines = file.read_bytes().splitlines()
+        lines = file.read_bytes().splitlines()[1:]
     shared: dict[str, Any] = {}
     found: dict[str, Record] = {}
     for number, line in enumerate(lines, 2):
@@ -65,7 +65,10 @@ def _read(file: Path, changed: int, size: int) -> dict[str, Record]:
 
 
 def _opened(line: Mapping[str, Any], shared: Mapping[str, Any]) -> Record:
-    curves = {on: [dict(zip(c, row, strict=True)) for row in zip(*c.values(), strict=True)] for on, c in line["curves"].items()}
+    curves = {
+        on: [dict(zip(c, row, strict=True)) for row in zip(*c.values(), strict=True)]
+        for on, c in line["curves"].items()
+    }
     rounds: dict[int, dict[str, Any]] = {}
     for on, rows in curves.items():
         for row in rows:
@@ -97,7 +100,9 @@ def _line(name: str, record: Record, shared: dict[str, Any]) -> dict[str, Any]:
     seed, method = experiment.pop("seed"), experiment.pop("method")
     summary = {key: value for key, value in record["summary"].items() if key not in LEFT_OUT}
     tested = judged.counts_of(record["environment"], record["summary"])
-    environment = {key: value for key, value in record["environment"].items() if key != "input"} | {"test_counts": tested}
+    environment = {key: value for key, value in record["environment"].items() if key != "input"} | {
+        "test_counts": tested
+    }
     parts = {}
     for part, value in (("experiment", experiment), ("environment", environment)):
         parts[part] = hash_of(value)[:16]
