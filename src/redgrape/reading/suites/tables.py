@@ -132,9 +132,12 @@ def _of_one_split(standings: Sequence[Standing]) -> list[Standing]:
 
 
 def _by_seed(group: Sequence[Standing], measure: str, on: str) -> dict[int, float]:
-    """The figure for each seed. Clients that were trained alone give their mean."""
+    """The figure for each seed. Clients that were trained alone give their mean, once all are finished."""
     found: dict[int, list[float]] = {}
+    unfinished = {standing.cell.seed for standing in group if not standing.finished}
     for standing in group:
+        if standing.cell.seed in unfinished:
+            continue
         if standing.view is not None and standing.view.summary is not None:
             means = standing.view.summary["mean_of_last" if on == "test" else "validation"]
             if means is None:
@@ -151,7 +154,9 @@ def _notes(standings: Sequence[Standing], on: str) -> list[str]:
     finished = [s for s in standings if s.finished]
     notes = []
     if finished:
-        short = sorted({s.cell.experiment.rounds for s in finished if s.cell.experiment.rounds < TOO_SHORT})
+        rounds = {s.cell.experiment.rounds for s in finished}
+        trained = rounds - {1} or rounds  # a head from sums, without training, is complete after one round
+        short = sorted(number for number in trained if number < TOO_SHORT)
         if short:
             notes.append(f"too short to compare methods: {_list(short)} rounds")
         else:
