@@ -76,6 +76,7 @@ class Description(BaseModel):
     columns: list[str] = Field(default_factory=list, description="the axes that tell the columns apart")
     measures: list[str]
     references: list[str] = Field(default_factory=list, description="the rows that others are compared with")
+    ranked: bool = Field(False, description="one table for each column, the best row first, with costs and needs")
     seeds: dict[str, list[int]] = Field(default_factory=dict)
     rules: list[Rule] = Field(default_factory=list)
     paper: dict[str, dict[str, list[float]]] = Field(
@@ -132,6 +133,7 @@ class Suite:
     claim: str = ""
     home: str = ""  # the suite whose folder holds the runs
     references: Sequence[str] = ()
+    ranked: bool = False
     seeds: Mapping[str, Sequence[int]] = field(default_factory=dict)
     experiment: Mapping[str, Any] = field(default_factory=dict)
     keys: Mapping[str, str] = field(default_factory=dict)  # axes that are keys of the experiment
@@ -286,6 +288,7 @@ def read(path: Path) -> Suite:
         columns=cells.columns,
         measures=described.measures,
         references=cells.references,
+        ranked=described.ranked,
         seeds={**settings.seeds, **cells.seeds},
         experiment=settings.experiment,
         keys=settings.keys,
