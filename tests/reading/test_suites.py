@@ -192,7 +192,7 @@ def test_every_cell_is_an_experiment(name: str, scale: str) -> None:
     assert len(cells) == len({cell.identity for cell in cells}) == len({cell.folder for cell in cells})
     assert len(cells) == len({cell.name for cell in cells})
     of_paper = [cell.experiment.data for cell in cells if cell.experiment.data.source != "digits"]
-    assert {(data.auxiliary, data.partition) for data in of_paper} == {(32, "prior_dirichlet")}
+    assert {(data.auxiliary, data.partition) for data in of_paper} <= {(32, "prior_dirichlet")}
     assert bool(suite.cuts(scale)) == (scale == "quick" or (scale == "study" and name not in ("vine", *UNCUT)))
 
 
