@@ -60,6 +60,8 @@ class RunView:
     def read(cls, path: Path) -> RunView:
         """Read a run folder. All readers use this. It checks the files against their checksums and against each other.
         It raises StorageError if they do not match. It takes no lock and loads no method."""
+        if path.parent.is_file():
+            raise StorageError(f"'{path}' is a record, without weights and lists of clients; name the folder of a run")
         for _ in range(TRIES - 1):
             with suppress(StorageError):
                 return cls._read(path)
