@@ -288,7 +288,7 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--seeds", type=_seeds, metavar="0,1,2", help="the seeds (default: those of the scale)")
     command.add_argument("--out", type=_path, default=Path("runs"), metavar="DIR", help="folder with the runs (runs)")
     _add_suite_flags(command)
-    command.add_argument("--record", action="store_true", help="copy finished cells to the records, without weights")
+    command.add_argument("--record", action="store_true", help="add finished cells to the records")
     command.add_argument("--no-run", action="store_true", help="write the tables from existing runs; run nothing")
     command.add_argument("--into", type=_path, metavar="FILE", help="insert the table at its marks in a Markdown page")
     _add_execution_flags(command)

@@ -188,7 +188,7 @@ def _data(run: Mapping[str, Any]) -> str:
     largest, smallest = max(counts), min(counts)
     ratio = f"{largest / smallest:.1f}" if smallest else "unbounded, because a class has no example"
     asked = f", made with an imbalance ratio of {data['ir']:g}" if data["imbalance"] != "natural" else ""
-    alpha = f" with alpha {data['alpha']:g}" if data["partition"] not in ("iid", "natural") else ""
+    alpha = f" with alpha {data['alpha']:g}" if judged.has_alpha(data["partition"]) else ""
     return bullets(
         [
             f"source: {plain(data['source'])}",

@@ -7,12 +7,12 @@ import math
 import tomllib
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from redgrape.errors import ConfigError, StorageError, install
-from redgrape.reading import gap, judged, terminal
+from redgrape.reading import gap, judged, records, terminal
 from redgrape.runs import checksums, durable
 from redgrape.runs.checksums import hash_of
 from redgrape.runs.figures import FIGURES, LONGEST, OF_MANY_CLASSES
@@ -39,18 +39,29 @@ POINTS = 100  # with very many classes, a figure shows the means of this many ne
 
 @dataclass(frozen=True)
 class RunView:
-    """A run folder as a reader sees it, finished or not."""
+    """A run folder or a record as a reader sees it, finished or not."""
 
     path: Path
     experiment: dict[str, Any]
     environment: dict[str, Any] | None
     metrics: list[dict[str, Any]]
     summary: dict[str, Any] | None
+    cost: dict[str, float | None] = field(default_factory=dict)  # of the run: bytes_down, bytes_up, seconds
+
+    @classmethod
+    def recorded(cls, path: Path) -> RunView:
+        """Read a record, FILE/NAME. Of its rounds it has the evaluated ones."""
+        known = records.read(path.parent)
+        if path.name not in known:
+            raise StorageError(f"'{path.parent}' has no record '{path.name}'")
+        return cls(path, **known[path.name])
 
     @classmethod
     def read(cls, path: Path) -> RunView:
         """Read a run folder. All readers use this. It checks the files against their checksums and against each other.
         It raises StorageError if they do not match. It takes no lock and loads no method."""
+        if path.parent.is_file():
+            raise StorageError(f"'{path}' is a record, without weights and lists of clients; name the folder of a run")
         for _ in range(TRIES - 1):
             with suppress(StorageError):
                 return cls._read(path)
@@ -71,7 +82,7 @@ class RunView:
                 summary = None  # from before the run was extended
             if summary is not None:
                 _check_summary(path, summary, metrics, environment)
-            view = cls(path, experiment, environment, metrics, summary)
+            view = cls(path, experiment, environment, metrics, summary, _cost(path, metrics))
             view.row()
         except (OSError, ValueError, RecursionError) as error:
             raise StorageError(f"'{path}' cannot be read as a run: {error}") from error
@@ -158,9 +169,16 @@ def _data_defaults() -> dict[str, Any]:
 
 
 def find_runs(folder: Path) -> list[Path]:
-    """Run folders at or below this one, up to two levels deep, even if their experiment.toml is missing."""
+    """Run folders at or below this one, up to two levels deep, even if their experiment.toml is missing. Then the
+    records in this folder."""
     candidates = [folder, *sorted(folder.glob("*")), *sorted(folder.glob("*/*"))]
-    return [path for path in candidates if any((path / name).is_file() for name in TELLTALE)]
+    runs = [path for path in candidates if any((path / name).is_file() for name in TELLTALE)]
+    return [*runs, *(file / name for file in records.files(folder) for name in records.read(file))]
+
+
+def view(path: Path) -> RunView:
+    """The run or the record at this path."""
+    return RunView.recorded(path) if path.parent.is_file() else RunView.read(path)
 
 
 @dataclass(frozen=True)
@@ -373,6 +391,17 @@ def _whole(path: Path) -> bytes | None:
     if data is not None and not checksums.fits(path.parent, path.name, data):
         raise StorageError(f"'{path}' is damaged: its SHA-256 does not match {checksums.NAME}")
     return data
+
+
+def _cost(path: Path, metrics: Sequence[dict[str, Any]]) -> dict[str, float | None]:
+    """What the run sent, over all clients and rounds, and the seconds of its rounds if their times can be read."""
+    sent = {name: sum(record.get(name, 0) for record in metrics) for name in ("bytes_down", "bytes_up")}
+    try:
+        times = [json.loads(line) for line in (path / "times.jsonl").read_bytes().splitlines()]
+        seconds = sum(line["train"] + line["evaluate"] for line in times) if len(times) == len(metrics) else None
+    except (OSError, ValueError, RecursionError, KeyError, TypeError):
+        seconds = None
+    return {**sent, "seconds": seconds}
 
 
 def _manifests(path: Path) -> list[dict[str, Any]]:

@@ -24,6 +24,7 @@ from pydantic import (
 
 from redgrape import methods, nets, own_code
 from redgrape.data.federation import FederatedData
+from redgrape.data.partition import brings_clients, is_own
 from redgrape.data.prepare import CUT, DataOptions
 from redgrape.data.sources import AS_THEY_ARE, READERS
 from redgrape.data.table import is_table
@@ -161,7 +162,8 @@ class Experiment(BaseModel):
         """Check everything that does not need the data, before any data is read."""
         clients = self.data.clients if self.data.is_federated else 1
         natural = self.data.partition == "natural"
-        if self.clients_per_round is not None and not natural and self.clients_per_round > clients:
+        known = not brings_clients(self.data.partition)
+        if self.clients_per_round is not None and known and self.clients_per_round > clients:
             raise ValueError(f"clients_per_round is {self.clients_per_round}, but data.clients is only {clients}")
         asked = self._clients_asked()
         if asked is not None and self.min_answers > asked:
@@ -214,7 +216,7 @@ class Experiment(BaseModel):
         """The number of clients per round. None if it depends on the data."""
         if not self.data.is_federated:
             return 1
-        return self.clients_per_round or (None if self.data.partition == "natural" else self.data.clients)
+        return self.clients_per_round or (None if brings_clients(self.data.partition) else self.data.clients)
 
     @classmethod
     def parse(cls, values: Mapping[str, Any]) -> Experiment:
@@ -264,7 +266,8 @@ class Experiment(BaseModel):
     def _own_names(self) -> list[str]:
         net = [] if self.net.is_pretrained else [self.net.name]
         source = [] if Path(self.data.source).exists() else [self.data.source]
-        return [name for name in (*net, *source, self.data.partition) if own_code.is_own(name)]
+        partition = [self.data.partition] if is_own(self.data.partition) else []
+        return [name for name in (*net, *source, *partition) if own_code.is_own(name)]
 
     def builder(self, federation: FederatedData) -> Callable[[], Net]:
         """A callable that returns a new net and can be passed to another process. If the encoder is frozen, the

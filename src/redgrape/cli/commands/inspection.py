@@ -29,7 +29,7 @@ def ls(options: argparse.Namespace) -> None:
     runs = []
     for path in run_tables.find_runs(options.folder):
         try:
-            runs.append(run_tables.RunView.read(path))
+            runs.append(run_tables.view(path))
         except StorageError as error:  # one damaged run must not hide the others
             print(f"note: {printable(error)}", file=sys.stderr)
     other = run_tables.other_data(runs)
@@ -56,7 +56,7 @@ def ls(options: argparse.Namespace) -> None:
 
 def show(options: argparse.Namespace) -> None:
     """Show one run: its experiment, progress and result."""
-    run = run_tables.RunView.read(options.run)
+    run = run_tables.view(options.run)
     if options.json:
         tested = {"test_counts": judged.counts_of(run.environment, run.summary)}
         experiment = run_tables.plain(run.experiment)

@@ -337,7 +337,7 @@ def _clients(reading: Reading) -> int | None:
     if baseline(reading.view.experiment):
         return int(data["clients"])
     known = judged.clients_in(reading.view.environment or {})
-    return known or (None if data["partition"] == "natural" else int(data["clients"]))
+    return known or (None if judged.brings_clients(data["partition"]) else int(data["clients"]))
 
 
 def _title(experiment: Mapping[str, Any], clients: int | None) -> str:
@@ -356,7 +356,7 @@ def _facts(readings: Sequence[Reading]) -> list[list[str]]:
     experiment = readings[0].view.experiment
     data, sampled = experiment["data"], experiment.get("clients_per_round", "none")
     ratio = "" if data["imbalance"] == "natural" else f", imbalance ratio {data['ir']:g}"
-    alpha = "" if data["partition"] in ("iid", "natural") else f", alpha {data['alpha']:g}"
+    alpha = f", alpha {data['alpha']:g}" if judged.has_alpha(data["partition"]) else ""
     clients = _clients(readings[0])
     among = "" if clients is None else f" of {clients}"
     each = f"all{among}" if sampled == "none" else f"{sampled}{among}, drawn anew"

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from redgrape.reading.run_tables import RunView
+from redgrape.reading.run_tables import RunView, view
 from redgrape.runs import durable
 
 FILES = ("experiment.toml", "environment.json", "metrics.jsonl", "times.jsonl", "summary.json", "SHA256SUMS")
@@ -28,7 +28,7 @@ class Reading:
     def of(cls, path: Path) -> Reading:
         for name in FILES:
             durable.ordinary(path / name)
-        return cls(RunView.read(path), _times(path))
+        return cls(view(path), _times(path))
 
     @property
     def state(self) -> State:
