@@ -91,8 +91,8 @@ EXAMPLES = {
     "methods": ["redgrape methods --needs nothing --summable", "redgrape methods redgrape"],
     "data show": ["redgrape data show --data cifar10 --ir 100 --alpha 0.5"],
     "report": ["redgrape report runs/compare"],
-    "export": ["redgrape export runs/mine model", "redgrape export runs/mine model --format onnx"],
-    "evaluate": ["redgrape evaluate runs/mine", "redgrape evaluate model photos/"],
+    "export": ["redgrape export runs/mine model --calibrate", "redgrape export runs/mine model --format onnx"],
+    "evaluate": ["redgrape evaluate runs/mine --by-site", "redgrape evaluate model photos/"],
     "predict": ["redgrape predict model photos/ --out predictions.csv"],
 }
 WELCOME = """redgrape trains federated models on long-tailed data. To begin:
@@ -381,6 +381,12 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument(
         "--format", choices=["safetensors", "onnx"], default="safetensors", help="weight format (safetensors)"
     )
+    command.add_argument(
+        "--calibrate",
+        action="store_true",
+        help="choose a temperature and thresholds on the run's validation examples, and store them in the model",
+    )
+    _add_calibration_flags(command)
     command = add("evaluate", "model", "evaluate a run on its own test set, or a model on labelled data")
     command.add_argument("model", type=_path, metavar="RUN_OR_MODEL", help="the folder of a run or of a model")
     command.add_argument(
@@ -389,12 +395,15 @@ def _parser() -> argparse.ArgumentParser:
         type=_path,
         help="a folder with one sub-folder per class, an .npz with x and y, or a table (default: a run's test set)",
     )
-    command.add_argument("--data-root", type=_path, metavar="DIR", help="folder with the data files of the run")
+    command.add_argument("--by-site", action="store_true", help="also print the figures of each site of a run")
+    _add_on_flag(command)
+    command.add_argument("--picture", type=_path, metavar="FILE", help="draw a reliability diagram (.png, .svg, .pdf)")
+    _add_calibration_flags(command)
     command.add_argument("--code", type=_path, metavar="FILE", help="the Python file of your own net")
     command = add("predict", "model", "predict the classes of new data with a model")
     command.add_argument("model", type=_path, metavar="RUN_OR_MODEL", help="the folder of a run or of a model")
     command.add_argument("data", type=_path, help="an image, a folder of images, an .npz with x, or a table")
-    command.add_argument("--out", type=_path, metavar="FILE", help="write the predictions to a CSV file")
+    command.add_argument("--out", type=_path, metavar="FILE", help="write a CSV file with all probabilities")
     command.add_argument("--code", type=_path, metavar="FILE", help="the Python file of your own net")
     _add_deployment(commands)
     return parser
@@ -542,6 +551,15 @@ def _add_on_flag(command: argparse.ArgumentParser) -> None:
         default="test",
         help="the set that the table reports (default: test; see data.validation)",
     )
+
+
+def _add_calibration_flags(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--shares",
+        choices=["training", "validation"],
+        help="calibrate for these class shares (default: training, or validation if the imbalance was made)",
+    )
+    command.add_argument("--data-root", type=_path, metavar="DIR", help="folder with the data files of the run")
 
 
 def _add_execution_flags(command: argparse.ArgumentParser) -> None:

@@ -9,6 +9,7 @@
                              and manifest.json with their checksums; the last two checkpoints are kept
     clients/NNNNNN.states    client states, if there are any; clients.safetensors is the index to them
     summary.json             the result, written after the last round
+    evaluation.json          calibration and sites of the final model, if `redgrape evaluate` was asked
     noise.key, privacy.jsonl the key and the spent privacy budget of a run with noise (privacy/ledger.py)
     SHA256SUMS               checksums of the files above; those of the .jsonl files are added when the run is finished
     lock                     held by the process that writes to the folder
@@ -348,6 +349,10 @@ class RunFolder:
         """Write the summary. The .jsonl files are final now, so their checksums are listed too."""
         checksums.add(self.path, LINES)
         checksums.write(self.path, {"summary.json": _json(summary)})
+
+    def write_evaluation(self, evaluation: Mapping[str, Any]) -> None:
+        with self.locked():
+            checksums.write(self.path, {"evaluation.json": _json(evaluation)})
 
     def summary(self) -> dict[str, Any] | None:
         path = self.path / "summary.json"
