@@ -56,7 +56,9 @@ def test_histograms_give_the_macro_f1_of_every_candidate(C: int, seed: int) -> N
     held = torch.bincount(y, minlength=C) * weights
     offsets = OFFSETS[torch.randint(150, 250, (C,), generator=torch.Generator().manual_seed(seed))]
     for c in range(C):
-        parts = [calibration.step_sums(a, b, c, offsets, weights) for a, b in zip(z.split(70), y.split(70), strict=True)]
+        parts = [
+            calibration.step_sums(a, b, c, offsets, weights) for a, b in zip(z.split(70), y.split(70), strict=True)
+        ]
         found = calibration.macro_f1_of(torch.stack(parts).sum(dim=0), c, held)
         for k in range(0, len(OFFSETS), 40):
             tried = offsets.clone()

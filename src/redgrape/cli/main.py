@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 from redgrape import __version__
 from redgrape.errors import ConfigError, RedgrapeError, StorageError, enough_memory
-from redgrape.methods import WITHOUT_TRAINING
+from redgrape.methods import RECOMMENDED, WITHOUT_TRAINING
 from redgrape.reading.terminal import printable
 
 
@@ -63,6 +63,12 @@ _FLAGS: dict[str, tuple[str, Any, str]] = {
     "--clients-per-round": ("clients_per_round", int, "clients sampled per round (default: all)"),
     "--net": ("net.name", str, "cnn (default), resnet8, ..., mlp, linear, efficientnet_lite0 or file.py:function"),
     "--rounds": ("rounds", int, "communication rounds (default: 20)"),
+    "--keep": (
+        "keep",
+        str,
+        "the model of the last round (default), or of the best by validation (see data.validation)",
+    ),
+    "--patience": ("patience", int, "stop this many rounds after the best by validation (default: never)"),
     "--epochs": ("method.epochs", int, "local epochs (default: 5)"),
     "--batch-size": ("method.batch_size", int, "examples per local step (default: 64)"),
     "--lr": ("method.lr", float, "local learning rate (default: 0.01)"),
@@ -78,7 +84,7 @@ EXAMPLES = {
     ],
     "resume": ["redgrape resume runs/mine", "redgrape resume runs/mine --rounds 40"],
     "compare": [
-        "redgrape compare fedavg redgrape --net mlp --seeds 0,1,2",
+        "redgrape compare --recommended --net mlp --seeds 0,1,2",
         "redgrape compare redgrape redgrape:lam=0.5 redgrape@alone redgrape@pooled --net mlp",
     ],
     "reproduce": ["redgrape reproduce", "redgrape reproduce table1 --plan", "redgrape reproduce table1 --only mnist"],
@@ -243,7 +249,7 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--method", dest="set:method.name", metavar="NAME", help=f"the method ({WITHOUT_TRAINING})")
     command.add_argument("--preset", dest="set:method.preset", metavar="NAME", help="the preset of the method")
     command.add_argument("--seed", dest="set:seed", type=int, metavar="N", help="the seed")
-    _add_experiment_flags(command, without=("--data", "--epochs", "--batch-size", "--lr"))
+    _add_experiment_flags(command, without=("--data", "--keep", "--patience", "--epochs", "--batch-size", "--lr"))
     defaults = {"method.name": WITHOUT_TRAINING, "net.name": "efficientnet_lite0", "rounds": 1}
     command.set_defaults(experiment=None, **{f"set:{key}": value for key, value in defaults.items()})
     command.add_argument("--out", type=_path, metavar="DIR", help="the run folder (default: a new one below runs/)")
@@ -259,9 +265,14 @@ def _parser() -> argparse.ArgumentParser:
     command = add("compare", "training", "train several methods on the same split and seeds")
     command.add_argument(
         "methods",
-        nargs="+",
+        nargs="*",
         help="methods, optionally with their own settings: redgrape:lam=0.2,exchange.preset=private; METHOD@alone "
         "trains each client by itself, METHOD@pooled on all data in one place",
+    )
+    command.add_argument(
+        "--recommended",
+        action="store_true",
+        help=f"also {', '.join(RECOMMENDED)}, and with a frozen encoder {WITHOUT_TRAINING}",
     )
     command.add_argument("--experiment", type=_path, metavar="FILE", help="a TOML file with the other settings")
     command.add_argument("--preset", dest="set:method.preset", metavar="NAME", help="the preset for all methods")

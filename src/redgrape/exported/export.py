@@ -146,10 +146,13 @@ def _with_encoder(head: Tensors, net: NetOptions, description: Description, envi
 
 
 def newest_state(folder: RunFolder, view: RunView) -> RunState:
-    """The state of the newest intact checkpoint. For a finished run, only that of the last round is accepted."""
-    state, wrong = folder.latest()
-    last = view.experiment["rounds"]
-    if view.rounds_done == last and (state is None or state.round < last):
+    """The state of the newest intact checkpoint. For a finished run, only that of the last round is accepted, or that
+    of the best if the experiment keeps it."""
+    summary = view.summary or {}
+    kept = summary.get("best_round")
+    state, wrong = (folder.state_after(kept), list[str]()) if kept else folder.latest()
+    last = kept or summary.get("stopped_after", view.experiment["rounds"])
+    if (view.summary or view.rounds_done == last) and (state is None or state.round < last):
         reason = "; ".join(wrong) or f"it has no checkpoint of round {last}"
         raise StorageError(
             f"'{folder.path}' is finished, but its model is lost: {reason}; run `redgrape resume` to compute it again"

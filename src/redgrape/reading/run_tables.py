@@ -419,10 +419,12 @@ def _check_summary(
 ) -> None:
     """Raise StorageError if the summary does not match the metrics or the split."""
     evaluated = [record for record in metrics if "test" in record][-len(summary["averaged_rounds"]) :]
+    if kept := summary.get("best_round"):
+        evaluated = [record for record in metrics if record["round"] == kept]
     known = [figure for figure in FIGURES if figure in summary["mean_of_last"] or figure in ALWAYS]
     means = {figure: _mean([record["test"][figure] for record in evaluated]) for figure in known}
     if (
-        len(metrics) != summary["rounds"]
+        len(metrics) != summary.get("stopped_after", summary["rounds"])
         or [record["round"] for record in evaluated] != summary["averaged_rounds"]
         or any(not _same(means[figure], summary["mean_of_last"][figure]) for figure in known)
     ):
