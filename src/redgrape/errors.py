@@ -47,8 +47,8 @@ class BusyError(RedgrapeError):
 
 
 def install(extra: str) -> str:
-    """How to install an extra of redgrape, which is on no package index. The quotes are for shells that read brackets as
-    a pattern."""
+    """How to install an extra of redgrape, which is on no package index. Some shells read brackets without quotes as a
+    pattern."""
     return f"run `pip install -e '.[{extra}]'` in your clone of redgrape"
 
 
