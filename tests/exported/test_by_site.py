@@ -92,9 +92,10 @@ def test_a_run_by_site_calibrated_and_shown(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.chdir(tmp_path)
     folder = run(described(write_data(tmp_path / "data.npz")), tmp_path / "run")
     assert Reading.of(folder.path).evaluation == {}
-    code, out, err = command(capsys, "evaluate", folder.path, "--by-site", "--picture", tmp_path / "reliability.png")
+    code, out, err = command(capsys, "evaluate", folder.path, "--by-site", "--picture", "reliability.png")
     assert code == 0 and not err and max(map(len, out.splitlines())) <= 80
     for words in ("by site, %", "one class", "worst site", "before", "after", "temperature", "reliability.png"):
         assert words in out, words
@@ -121,7 +122,7 @@ def test_a_calibrated_model_predicts_as_it_was_judged(tmp_path: Path, capsys: py
     assert code == 0 and json.loads(out)["calibration"] == json.loads(json.dumps(own.calibration()))
     model, plain = load_model(tmp_path / "model"), load_model(export(folder.path, tmp_path / "plain"))
     assert model.calibration is not None and plain.calibration is None
-    x, labels = own.federation.test.inputs(torch.arange(63), torch.float32), own.federation.test.labels
+    x, labels = own.federation.test.inputs(torch.arange(64), torch.float32), own.federation.test.labels
     p, z = model(x), plain.logits(x)
     torch.testing.assert_close(p, (z.double() / model.calibration.temperature).softmax(dim=1))
     decided = (p / torch.tensor(model.calibration.thresholds)).argmax(dim=1)

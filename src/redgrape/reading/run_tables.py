@@ -34,6 +34,7 @@ TITLES = {
     "top5": "top 5",
 }
 SHORT = {**TITLES, "balanced": "balanced", "many": "> 100", "medium": "20 to 100", "few": "< 20"}  # in a terminal
+BEST = "of the best round by validation"
 POINTS = 100  # with very many classes, a figure shows the means of this many neighbourhoods
 
 
@@ -251,10 +252,11 @@ def many_classes(results: Sequence[Result]) -> bool:
 def caption(results: Sequence[Result]) -> str:
     rounds = sorted({len(_summary(run)["averaged_rounds"]) for r in results for run in r.runs})
     over = f"the last {rounds[0]} evaluated rounds" if len(rounds) == 1 else "the last evaluated rounds"
-    over = "the last round" if rounds == [1] else over
+    over = f"mean of {'the last round' if rounds == [1] else over}"
+    over = BEST if all("best_round" in _summary(run) for r in results for run in r.runs) else over
     seeds = ", mean ± standard deviation over seeds" if any(r.seeds > 1 for r in results) else ""
     extra = f";{EXTRA_DATA} uses extra balanced data at the server" if any(r.title != r.label for r in results) else ""
-    return f"{results[0].on} accuracy in %, mean of {over}{seeds}{extra}"
+    return f"{results[0].on} accuracy in %, {over}{seeds}{extra}"
 
 
 def print_table(results: Sequence[Result]) -> None:

@@ -130,6 +130,7 @@ def _run(reading: Reading, split: dict[str, Any] | None) -> dict[str, Any]:
         "rounds": int(view.experiment["rounds"]),
         "split": text((view.environment or {}).get("split", "")),
         "result": {figure: number(result.get(figure)) for figure in FIGURES},
+        "is_best": bool((summary or {}).get("best_round")),
         "averaged": len(summary["averaged_rounds"]) if summary else len(last),
         "per_class": _numbers(per_class, C),
         "tested": _numbers(judged.counts_of(view.environment, summary), C),

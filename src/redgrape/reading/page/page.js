@@ -702,9 +702,10 @@ function suiteCard(suite) {
 function resultsCard() {
   const methods = setting().methods, runs = methods.flatMap(runsOf), figures = Object.keys(FIGURES);
   const averaged = [...new Set(runs.map((run) => run.averaged))], seeds = largest(methods.map((m) => m.runs.length));
+  const ofBest = runs.every((run) => run.is_best);
   const last = averaged.length === 1 ? plural(averaged[0], "evaluated round") : "evaluated rounds";
   const words = [
-    `Accuracy on the test set, mean of the last ${last}${seeds > 1 ? ", mean ± standard deviation over seeds" : ""}.`,
+    `Accuracy on the test set, ${ofBest ? "of the best round by validation" : `mean of the last ${last}`}${seeds > 1 ? ", mean ± standard deviation over seeds" : ""}.`,
     methods.length > 1 ? "The highest mean of a column is in bold." : null,
     methods.length > 1 && seeds < 3 ? "So few seeds cannot tell methods apart whose figures are near." : null,
     runs.some((run) => run.state !== "finished")
