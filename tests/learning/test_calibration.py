@@ -100,6 +100,17 @@ def test_sites_with_one_class_add_up_to_the_same() -> None:
     assert one == other
 
 
+def test_thresholds_are_a_gain_only_where_there_is_something_to_gain() -> None:
+    """Scores that favour the first class by far too much, and scores that say nothing of the label."""
+    weights = torch.ones(3, dtype=torch.float64)
+    z, y = drawn(3, 400, 8)
+    assert calibration.is_gain(lambda: [(z + torch.tensor([4.0, 0.0, 0.0]), y)], weights)
+    random = torch.Generator().manual_seed(0)
+    few = torch.randn(12, 3, generator=random, dtype=torch.float64), torch.arange(12) // 2 % 3
+    sure = 9 * torch.eye(3, dtype=torch.float64)[few[1]] + few[0]  # all are right already
+    assert not calibration.is_gain(lambda: [(sure, few[1])], weights)
+
+
 def test_a_class_without_examples_keeps_its_place() -> None:
     z, y = drawn(3, 200, 5)
     here = y != 2

@@ -108,16 +108,19 @@ class OwnModel:
         self.folder.write_evaluation({"state": self.digest, **kept})
 
     def calibration(self, shares: Shares | None = None) -> dict[str, Any]:
-        """Temperature and thresholds, chosen on the validation examples. The test set has no part in it. `shares`: the
-        class shares to calibrate for. By default those of training, unless the imbalance was made: then the test set
-        does not have it."""
+        """Temperature and thresholds, chosen on the validation examples. The test set has no part in it. If thresholds
+        from half of these examples do not help the other half, they stay equal. `shares`: the class shares to calibrate
+        for. By default those of training, unless the imbalance was made: then the test set does not have it."""
         labels = self.examples("validation").labels
         shares = shares or ("training" if self.experiment.data.imbalance == "natural" else "validation")
         counts = torch.bincount(labels, minlength=self.federation.num_classes).tolist()
         wanted = self.federation.class_counts.tolist() if shares == "training" else counts
         kept = list(self.batches("validation"))
         with same_bits_everywhere():
-            chosen = calibration.fit(lambda: kept, calibration.weights_for(counts, wanted))
+            weights = calibration.weights_for(counts, wanted)
+            chosen = calibration.fit(lambda: kept, weights)
+            if not calibration.is_gain(lambda: kept, weights):
+                chosen = chosen.model_copy(update={"thresholds": (1 / len(counts),) * len(counts)})
         return {**chosen.model_dump(), "examples": len(labels), "shares": shares}
 
 

@@ -41,7 +41,10 @@ def _chosen(calibration: Mapping[str, Any]) -> str:
     shares = f", with the class shares of {calibration['shares']}" if "shares" in calibration else ""
     held_out = f" on {calibration['examples']} validation examples" if "examples" in calibration else ""
     low, high = min(calibration["thresholds"]), max(calibration["thresholds"])
-    chosen = f"temperature {calibration['temperature']:.3f}, thresholds from {percent(low)} % to {percent(high)} %"
+    thresholds = f"thresholds from {percent(low)} % to {percent(high)} %"
+    if high - low < 1e-9:
+        thresholds = "equal thresholds, since others would not gain"
+    chosen = f"temperature {calibration['temperature']:.3f}, {thresholds}"
     return paragraph(f"calibrated{held_out}{shares}: {chosen}")
 
 
