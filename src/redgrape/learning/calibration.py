@@ -60,7 +60,8 @@ def fit(batches: Callable[[], Batches], class_weights: Tensor) -> Calibration:
 
 
 def is_gain(batches: Callable[[], Batches], class_weights: Tensor) -> bool:
-    """Whether thresholds that are chosen on half of the examples raise the macro F1 of the other half, both ways. On few examples they fit noise, and do not."""
+    """Whether thresholds that are chosen on half of the examples raise the macro F1 of the other half, both ways. On
+    few examples they fit noise, and do not."""
     C = len(class_weights)
     held, right, predicted = (torch.zeros(2, C, dtype=torch.float64) for _ in range(3))  # without and with thresholds
 
