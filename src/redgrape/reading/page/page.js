@@ -567,7 +567,7 @@ function confusionCard() {
   });
   const seeds = matrices.length > 1 ? `, ${matrices.length} seeds together` : "";
   return card(title, READ.confusion, methodChoice("matrix", having, method), map,
-    note(`In %, of the model after the last round${seeds}.`));
+    note(`In %, of the final model${seeds}.`));
 }
 
 // What `redgrape evaluate` adds
@@ -609,7 +609,7 @@ function reliabilityCard() {
   const having = evaluated("reliability");
   if (!having.length) return null;
   const method = having.find((m) => m.label === chosen.reliable) || having.find((m) => look(m) === 0) || having[0];
-  const run = runsOf(method).find((one) => one.reliability?.length), left = 40, top = 10;
+  const run = runsOf(method).find((one) => one.reliability?.length), left = 40, top = 26;
   const side = Math.min(chartWidth - left - 12, 420), bottom = top + side;
   const x = (share) => left + share * side, y = (share) => bottom - share * side;
   const root = canvas(bottom + 40, `Reliability of ${method.label}`);
@@ -619,6 +619,7 @@ function reliabilityCard() {
     write(root, x(tick), bottom + 17, String(100 * tick));
   }
   write(root, x(0.5), bottom + 35, "highest probability, %");
+  write(root, 0, 12, "right, %", "start");
   root.append(svg("path", { class: "whisker", fill: "none", "stroke-dasharray": "2 4", d: `M${x(0)},${y(0)}L${x(1)},${y(1)}` }));
   const rows = [];
   run.reliability.forEach(({ title, ece, bins }, i) => {
