@@ -13,10 +13,14 @@ from redgrape.runs import durable
 FORMATS = (".png", ".svg", ".pdf")
 
 
-def draw(scores: Mapping[str, Any], path: Path) -> None:
-    """Draw accuracy over certainty, before calibration and after it if there is one, above the examples of each bin."""
+def check_ending(path: Path) -> None:
     if path.suffix not in FORMATS:
         raise ConfigError(f"'{path}' has no known ending; choose from {', '.join(FORMATS)}")
+
+
+def draw(scores: Mapping[str, Any], path: Path) -> None:
+    """Draw accuracy over certainty, before calibration and after it if there is one, above the examples of each bin."""
+    check_ending(path)
     plt = pyplot()
     after = {"after calibration": scores["calibrated"]} if "calibrated" in scores else {}
     lines = {"before calibration" if after else "the model": scores, **after}

@@ -12,6 +12,7 @@ from typing import Any
 from redgrape.cli.progress import percent
 from redgrape.errors import BusyError, ConfigError, DataError, StorageError
 from redgrape.reading.judged import EITHER_END, FEW, over_classes
+from redgrape.reading.reliability import check_ending, draw
 from redgrape.reading.run_tables import SHORT
 from redgrape.reading.terminal import paragraph, printable, table
 from redgrape.runs.figures import FIGURES, LONGEST
@@ -21,6 +22,8 @@ def export(options: argparse.Namespace) -> None:
     from redgrape.exported.export import export as write
 
     calibration = None
+    if options.shares and not options.calibrate:
+        raise ConfigError(f"--shares {options.shares} is for --calibrate; add that, or leave it out")
     if options.calibrate:
         from redgrape.exported.export import check_free
         from redgrape.exported.own_test import OwnModel
@@ -50,13 +53,14 @@ def _chosen(calibration: Mapping[str, Any]) -> str:
 
 def evaluate(options: argparse.Namespace) -> None:
     is_run = (options.model / "experiment.toml").exists()
-    if options.data is not None and (options.by_site or options.on == "validation"):
-        flag = "--by-site" if options.by_site else "--on validation"
-        raise ConfigError(f"{flag} is for a run's own examples; leave out '{options.data}'")
+    of_runs = {"--by-site": options.by_site, "--on validation": options.on == "validation", "--shares": options.shares}
+    for flag, given in of_runs.items():
+        if given and options.data is not None:
+            raise ConfigError(f"{flag} is for a run's own examples; leave out '{options.data}'")
+    if options.picture is not None:
+        check_ending(options.picture)
     scores = _scores_of_run(options) if is_run and options.data is None else _scores_of_model(options)
     if options.picture is not None:
-        from redgrape.reading.reliability import draw
-
         draw(scores, options.picture)
     if options.json:
         print(json.dumps(scores))
