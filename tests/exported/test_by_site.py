@@ -134,7 +134,7 @@ def test_a_calibrated_model_predicts_as_it_was_judged(tmp_path: Path, capsys: py
 
     np.savez(tmp_path / "new.npz", x=x.numpy())
     code, _, _ = command(capsys, "predict", tmp_path / "model", tmp_path / "new.npz", "--out", tmp_path / "new.csv")
-    rows = list(csv.DictReader((tmp_path / "new.csv").open()))
+    rows = list(csv.DictReader((tmp_path / "new.csv").read_text().splitlines()))
     assert code == 0 and [row["label"] for row in rows] == model.predict(x)
     written = torch.tensor([[float(row[f"p({c})"]) for c in range(3)] for row in rows], dtype=torch.float64)
     torch.testing.assert_close(written, p)
