@@ -390,7 +390,7 @@ def test_running_statistics_are_refused() -> None:
 
 def test_a_missing_accountant_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"pip install 'redgrape\[dp\]'"):
+    with pytest.raises(ConfigError, match=r"pip install -e '.\[dp\]'"):
         account.check_installed()
 
 

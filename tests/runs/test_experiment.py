@@ -63,6 +63,8 @@ EVERY_FIELD: dict[str, Any] = {
     "min_answers": 2,
     "evaluate_every": 2,
     "checkpoint_every": 4,
+    "keep": "best",
+    "patience": 6,
     "data": {
         "source": "here/ärger \"quoted\" 'too' \\ [x] # = 猫.csv",
         "label": "kind",
@@ -108,6 +110,8 @@ EVERY_FIELD: dict[str, Any] = {
         "lr": 0.3,
         "lr_schedule": "cosine",
         "lr_final": 0.5,
+        "lr_milestones": [0.2, 0.6],
+        "lr_warmup": 3,
         "momentum": 0.0,
         "weight_decay": 5e-4,
         "batch_size": 17,

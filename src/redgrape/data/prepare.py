@@ -198,6 +198,10 @@ def prepare(options: DataOptions, seed: int, root: Path | None = None, source: S
         columns=columns,
     )
     federation.groups = groups  # a client alone is judged by the head and tail of all
+    if source.test_clients is not None:
+        federation.sites["test"] = source.test_clients.astype(str)
+    if source.clients is not None and options.validation:
+        federation.sites["validation"] = source.clients[held_out].astype(str)
     return federation
 
 

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, TypeVar
 
 import torch
-from pydantic import AfterValidator, BaseModel, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, Field
 from torch import Tensor
 
 from redgrape.data.augment import NO_AUGMENTATION
 from redgrape.data.examples import place
 from redgrape.exchange.parts import Count, Direction, Parts, Scalar, Statistics, Weights
 from redgrape.learning.features import batchnorms, momenta
-from redgrape.learning.schedule import Schedule, decay
+from redgrape.learning.schedule import MILESTONES, Schedule, decay, warm_up
 from redgrape.learning.sgd import Optimizer, Sgd
 from redgrape.nets.net import Net
 from redgrape.tree import Tensors
@@ -66,6 +67,19 @@ class Losses:
         return (self._total / self._examples).cpu()
 
 
+def _rising(values: Any) -> Any:
+    """A list, as TOML has it, as a tuple."""
+    values = tuple(values) if isinstance(values, list) else values
+    numbers = isinstance(values, tuple) and values and all(isinstance(v, float) and 0 < v < 1 for v in values)
+    if not numbers or any(a >= b for a, b in pairwise(values)):
+        raise ValueError("name rising shares of the rounds between 0 and 1, such as [0.5, 0.75]")
+    return values
+
+
+Milestones: TypeAlias = Annotated[tuple[float, ...], BeforeValidator(_rising)]
+YOUNGER = ("lr_milestones", "lr_warmup")  # options that experiments name only if they are set
+
+
 class LocalTraining(BaseModel):
     """The local training options of every method. The defaults are the paper's settings for MNIST."""
 
@@ -73,6 +87,10 @@ class LocalTraining(BaseModel):
     lr: float = Field(0.01, gt=0, le=LARGEST, description="local learning rate")
     lr_schedule: Schedule = Field("constant", description="decay of lr over the rounds")
     lr_final: float = Field(0.01, ge=0, le=1, description="fraction of lr in the last round, if it decays")
+    lr_milestones: Milestones = Field(
+        MILESTONES, description="shares of the rounds after which lr falls, if the schedule is milestones"
+    )
+    lr_warmup: int = Field(0, ge=0, le=10**9, description="first rounds in which lr rises linearly")
     momentum: float = Field(0.9, ge=0, lt=1, description="momentum of sgd")
     weight_decay: float = Field(0.0, ge=0, le=LARGEST, description="weight decay of the local optimizer")
     batch_size: int = Field(64, ge=1, le=10**9, description="examples per local step")
@@ -84,7 +102,8 @@ class LocalTraining(BaseModel):
     freeze_encoder: bool = Field(False, description="train the classifier only; the encoder keeps its initial weights")
 
     def learning_rate(self, site: Site) -> float:
-        return self.lr * decay(self.lr_schedule, site.round, site.rounds, self.lr_final)
+        decayed = self.lr * decay(self.lr_schedule, site.round, site.rounds, self.lr_final, self.lr_milestones)
+        return decayed * warm_up(site.round, self.lr_warmup)
 
     def trainable(self, model: Tensors, site: Site) -> Net:
         """A net with these weights. Only its trained parts require gradients."""

@@ -17,6 +17,11 @@ if TYPE_CHECKING:
     from redgrape.method import Method
 
 WITHOUT_TRAINING = "lda"  # the method of `redgrape fit`
+RECOMMENDED = {  # where to begin, and why; docs/choose.md has the figures
+    "fedavg": "what all others have to beat",
+    "balanced_softmax": "the simplest correction for rare classes",
+    "vine": "re-balances the classifier, by sums alone",
+}
 
 
 def names() -> list[str]:

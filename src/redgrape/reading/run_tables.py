@@ -34,6 +34,7 @@ TITLES = {
     "top5": "top 5",
 }
 SHORT = {**TITLES, "balanced": "balanced", "many": "> 100", "medium": "20 to 100", "few": "< 20"}  # in a terminal
+BEST = "of the best round by validation"
 POINTS = 100  # with very many classes, a figure shows the means of this many neighbourhoods
 
 
@@ -269,10 +270,11 @@ def many_classes(results: Sequence[Result]) -> bool:
 def caption(results: Sequence[Result]) -> str:
     rounds = sorted({len(_summary(run)["averaged_rounds"]) for r in results for run in r.runs})
     over = f"the last {rounds[0]} evaluated rounds" if len(rounds) == 1 else "the last evaluated rounds"
-    over = "the last round" if rounds == [1] else over
+    over = f"mean of {'the last round' if rounds == [1] else over}"
+    over = BEST if all("best_round" in _summary(run) for r in results for run in r.runs) else over
     seeds = ", mean ± standard deviation over seeds" if any(r.seeds > 1 for r in results) else ""
     extra = f";{EXTRA_DATA} uses extra balanced data at the server" if any(r.title != r.label for r in results) else ""
-    return f"{results[0].on} accuracy in %, mean of {over}{seeds}{extra}"
+    return f"{results[0].on} accuracy in %, {over}{seeds}{extra}"
 
 
 def print_table(results: Sequence[Result]) -> None:
@@ -448,10 +450,12 @@ def _check_summary(
 ) -> None:
     """Raise StorageError if the summary does not match the metrics or the split."""
     evaluated = [record for record in metrics if "test" in record][-len(summary["averaged_rounds"]) :]
+    if kept := summary.get("best_round"):
+        evaluated = [record for record in metrics if record["round"] == kept]
     known = [figure for figure in FIGURES if figure in summary["mean_of_last"] or figure in ALWAYS]
     means = {figure: _mean([record["test"][figure] for record in evaluated]) for figure in known}
     if (
-        len(metrics) != summary["rounds"]
+        len(metrics) != summary.get("stopped_after", summary["rounds"])
         or [record["round"] for record in evaluated] != summary["averaged_rounds"]
         or any(not _same(means[figure], summary["mean_of_last"][figure]) for figure in known)
     ):

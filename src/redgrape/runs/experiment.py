@@ -30,6 +30,7 @@ from redgrape.data.sources import AS_THEY_ARE, READERS
 from redgrape.data.table import is_table
 from redgrape.errors import ConfigError, DataError, unknown
 from redgrape.exchange import Exchange
+from redgrape.learning.local_training import YOUNGER
 from redgrape.method import Method
 from redgrape.nets import pretrained
 from redgrape.nets.net import Net
@@ -125,8 +126,12 @@ class MethodOptions(BaseModel):
         return method(**hyper)
 
     def resolved(self) -> dict[str, Any]:
-        """The name, the preset and every hyper-parameter."""
-        return {"name": self.name, "preset": self.preset, **dict(self.create())}
+        """The name, the preset and every hyper-parameter. Younger ones are there only if they are set, so that other
+        experiments keep their hashes."""
+        method = self.create()
+        unset = [name for name in YOUNGER if getattr(method, name) == type(method).model_fields[name].default]
+        hyper = {name: value for name, value in method if name not in unset}
+        return {"name": self.name, "preset": self.preset, **hyper}
 
 
 class Experiment(BaseModel):
@@ -142,6 +147,12 @@ class Experiment(BaseModel):
         1, ge=1, le=10**9, description="evaluate every this many rounds, and in each of the last ten"
     )
     checkpoint_every: int = Field(1, ge=1, le=10**9, description="save every this many rounds, and after the last")
+    keep: Literal["last", "best"] = Field(
+        "last", description="the model to keep: of the last round, or of the best by class-balanced validation accuracy"
+    )
+    patience: int | None = Field(
+        None, ge=1, le=10**9, description="stop if this many rounds after the best, by validation, none was better"
+    )
     data: DataOptions = Field(default_factory=DataOptions)
     net: NetOptions = Field(default_factory=NetOptions)
     exchange: Exchange = Field(default_factory=Exchange)
@@ -173,6 +184,9 @@ class Experiment(BaseModel):
                 raise ValueError(f"data.partition is 'natural', but '{self.data.source}' names no clients; choose iid")
             if self.data.image_size is not None:
                 raise ValueError(f"data.image_size is for image folders, but '{self.data.source}' is not one")
+        if self.is_validated and not self.data.validation:
+            key = "keep is 'best'" if self.keep == "best" else f"patience is {self.patience}"
+            raise ValueError(f"{key}, but there are no validation examples; hold some out with data.validation=20")
         if self.data.imbalance == "binary" or self.data.tail_classes != CUT:
             self._check_tail_classes()
         if self.net.is_frozen and (self.data.crop or self.data.flip or self.data.cutout):
@@ -188,6 +202,11 @@ class Experiment(BaseModel):
                 f"data.image_size is {self.data.image_size}; net '{self.net.name}' needs at least {shortest} pixels"
             )
         return self
+
+    @property
+    def is_validated(self) -> bool:
+        """Whether the validation examples decide which model is kept, or when to stop."""
+        return self.keep == "best" or self.patience is not None
 
     def _check_tail_classes(self) -> None:
         tail = self.data.tail_classes
@@ -244,8 +263,10 @@ class Experiment(BaseModel):
         return cls.parse(read_toml(path))
 
     def resolved(self) -> dict[str, Any]:
-        """All settings as nested values. None becomes the word none, because TOML has no None."""
-        values = self.model_dump(exclude={"method"}) | {"method": self.method.resolved()}
+        """All settings as nested values. None becomes the word none, because TOML has no None. Younger keys are there
+        only if they are set, so that other experiments keep their hashes."""
+        unset = {name for name, default in (("keep", "last"), ("patience", None)) if getattr(self, name) == default}
+        values = self.model_dump(exclude={"method", *unset}) | {"method": self.method.resolved()}
         return {name: _for_toml(value) for name, value in values.items()}
 
     def to_toml(self) -> str:

@@ -118,6 +118,7 @@ def methods(options: argparse.Namespace) -> None:
 
 def _list_methods(options: argparse.Namespace) -> None:
     """List the methods: what each does, needs and discloses, and its message sizes with this net."""
+    from redgrape.methods import RECOMMENDED
     from redgrape.reading import method_index
 
     found = method_index.lines(options.net, options.shape, options.classes)
@@ -129,11 +130,16 @@ def _list_methods(options: argparse.Namespace) -> None:
         and (line.is_summable or not options.summable)
     ]
     if options.json:
-        print(json.dumps([asdict(line) for line in chosen]))
+        print(json.dumps([{**asdict(line), "recommended": line.method in RECOMMENDED} for line in chosen]))
         return
     if wanted is not None and not chosen:
         known = ", ".join(dict.fromkeys(words for line in found for words in line.needs))
         raise ConfigError(f"no method needs '{wanted}'; choose from nothing, {known}")
+    if len(chosen) == len(found):
+        print(
+            paragraph("Begin with these (`redgrape compare --recommended`; docs/choose.md says when to take others):")
+        )
+        print(f"{listed(list(RECOMMENDED.items()))}\n")
     print(listed([(line.method, _in_words(line)) for line in chosen]))
     shape = "x".join(map(str, options.shape))
     sizes = f"MB per client and round with {options.net}, {shape}, {options.classes} classes"

@@ -19,13 +19,14 @@ from redgrape.cli.progress import Progress
 from redgrape.cli.publish import publish
 from redgrape.data.prepare import prepare
 from redgrape.errors import ConfigError, DataError, StorageError, enough_memory, unknown
+from redgrape.methods import RECOMMENDED, WITHOUT_TRAINING
 from redgrape.privacy.disclosure import disclosed, leak_in_one_line
 from redgrape.reading import run_tables
 from redgrape.reading.suites import cost, tables
 from redgrape.reading.suites.description import Cell, Suite, text
 from redgrape.reading.suites.found_cells import Standing
 from redgrape.reading.terminal import lines, printable
-from redgrape.runs.experiment import Experiment, override, put, read_toml
+from redgrape.runs.experiment import Experiment, NetOptions, override, put, read_toml
 from redgrape.runs.figures import FIGURES, OF_MANY_CLASSES
 from redgrape.runs.folder import RunFolder
 from redgrape.runs.run import REMEDY, Present, Run
@@ -88,6 +89,10 @@ def resume(options: argparse.Namespace) -> None:
 
 def compare(options: argparse.Namespace) -> None:
     """Train several methods on the same split and seeds."""
+    if options.recommended:
+        options.methods = list(dict.fromkeys([*_recommended(options), *options.methods]))
+    if not options.methods:
+        raise ConfigError("compare needs methods: name some, or add --recommended; `redgrape methods` lists them")
     cells: list[tuple[str, Experiment, Path]] = []
     for spec in sorted(options.methods, key=lambda spec: "@" in spec):  # baselines last
         for seed in options.seeds or [None]:
@@ -149,6 +154,12 @@ def compare(options: argparse.Namespace) -> None:
         command=command_of(options, "compare", *options.methods, "--on", options.on),
     )
     publish(table, options.out, as_json=options.json, more={"picture": str(picture)})
+
+
+def _recommended(options: argparse.Namespace) -> list[str]:
+    net = described(options).get("net", {})
+    is_frozen = isinstance(net, dict) and NetOptions.parse(net).is_frozen
+    return [*RECOMMENDED, *([WITHOUT_TRAINING] if is_frozen else [])]
 
 
 def described(options: argparse.Namespace) -> dict[str, Any]:

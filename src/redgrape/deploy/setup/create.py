@@ -77,7 +77,7 @@ _SITE_README = """\
 Your data stays on your machine. You need Python 3.11 or newer, this folder, and an outgoing connection to {address}
 (TCP). Nobody connects to you.
 
-1. Install: `pip install 'redgrape[flower,images]'`, or `pip install -e '.[flower,images]'` in a clone, in the same
+1. Install: `pip install -e '.[flower,images]'` in a clone of redgrape, in the same
    version as the server.
 2. Check your setup: `redgrape doctor . --data PATH`.
 3. Start: `redgrape deploy site . --data PATH` (or `./start.sh PATH`), and leave it running. It reconnects by itself.

@@ -3,7 +3,8 @@
 Runs of one setting differ only by method and seed, so their curves can be compared:
 
     settings   [{title, facts, notes, methods: [{label, runs, hyper, file, toml, commands}]}]
-    runs       {id: {seed, state, done, result, per_class, tested, confusion, norms, split, ...}}
+    runs       {id: {seed, state, done, result, per_class, tested, confusion, norms, split, reliability: [{title, ece,
+               bins}], sites: [{site, examples, ...}], ...}}
     splits     {fingerprint: {class_names, known, class_counts, client_names, client_counts, groups, order: from head to
                tail}}
     rounds     {id: {round: [...], accuracy: [...], ...}}: one column per figure, null if there is none
@@ -129,15 +130,38 @@ def _run(reading: Reading, split: dict[str, Any] | None) -> dict[str, Any]:
         "rounds": int(view.experiment["rounds"]),
         "split": text((view.environment or {}).get("split", "")),
         "result": {figure: number(result.get(figure)) for figure in FIGURES},
+        "is_best": bool((summary or {}).get("best_round")),
         "averaged": len(summary["averaged_rounds"]) if summary else len(last),
         "per_class": _numbers(per_class, C),
         "tested": _numbers(judged.counts_of(view.environment, summary), C),
         "confusion": _confusion((summary or {}).get("confusion"), C),
         "norms": _norms((summary or {}).get("classifier_norms"), C),
+        "reliability": _reliability(reading.evaluation),
+        "sites": [_site(row) for row in reading.evaluation.get("sites", [])],
         "threshold": _threshold(view.experiment["method"].get("threshold")),
         "rejected": sum(len(record.get("rejected") or ()) for record in view.metrics),
         "versions": _versions(view.environment),
     }
+
+
+def _reliability(evaluation: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The bins of the final model: before calibration, and after it if it was calibrated."""
+    after = evaluation.get("calibrated")
+    lines = {"before calibration" if after else "": evaluation, "after calibration": after or {}}
+    names = ("examples", "certainty", "accuracy")
+    return [
+        {
+            "title": title,
+            "ece": number(of.get("ece")),
+            "bins": [[number(row.get(name)) for name in names] for row in of["reliability"]],
+        }
+        for title, of in lines.items()
+        if of.get("reliability")
+    ]
+
+
+def _site(row: Mapping[str, Any]) -> dict[str, Any]:
+    return {"site": text(row["site"]), **{name: number(row.get(name)) for name in ("examples", "classes", *FIGURES)}}
 
 
 def _threshold(value: Any) -> str:

@@ -115,9 +115,11 @@ class Cell:
 
 def identity(experiment: Experiment, file_hashes: Mapping[str, str]) -> str:
     """A hash that is equal for runs with equal results. It ignores how often they save or evaluate, and the name of the
-    preset, whose values are all included. The last ten rounds are always evaluated."""
+    preset, whose values are all included. The last ten rounds are always evaluated. How often counts if evaluations
+    decide which model is kept."""
     values = experiment.resolved()
-    decisive = {name: value for name, value in values.items() if name not in UNDECISIVE}
+    ignored = ["checkpoint_every"] if experiment.is_validated else UNDECISIVE
+    decisive = {name: value for name, value in values.items() if name not in ignored}
     method = {name: value for name, value in values["method"].items() if name != "preset"}
     return hash_of({**decisive, "method": method, "files": dict(file_hashes)})
 

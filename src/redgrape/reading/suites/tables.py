@@ -13,7 +13,7 @@ from typing import Any
 
 from redgrape.errors import ConfigError
 from redgrape.reading import terminal
-from redgrape.reading.run_tables import EXTRA_DATA, TITLES, RunView, mean_std, other_data, plain
+from redgrape.reading.run_tables import BEST, EXTRA_DATA, TITLES, RunView, mean_std, other_data, plain
 from redgrape.reading.suites import found_cells, ranking
 from redgrape.reading.suites.blocks import FULL, NARROW, Block, Style, Text, called, figure, times100, verdict
 from redgrape.reading.suites.description import Suite, label_text, text
@@ -301,9 +301,12 @@ def _best(entries: Sequence[Entry]) -> list[Entry]:
 def caption(table: Table) -> list[str]:
     """The lines below the table, in every format."""
     measure = f"{TITLES[table.suite.measures[0]]} " if len(table.suite.measures) == 1 else ""
-    averaged = {len(s.view.summary["averaged_rounds"]) for s in table.standings if s.view and s.view.summary}
+    summaries = [s.view.summary for s in table.standings if s.view and s.view.summary]
+    averaged = {len(summary["averaged_rounds"]) for summary in summaries}
     over = "" if len(averaged) != 1 else f"the last {min(averaged)} rounds" if min(averaged) > 1 else "the last round"
-    lines = [f"{measure}{table.on} accuracy in %, mean of {over or f'the last rounds, at most {LAST}'}"]
+    is_best = summaries and all("best_round" in summary for summary in summaries)
+    over = BEST if is_best else f"mean of {over or f'the last rounds, at most {LAST}'}"
+    lines = [f"{measure}{table.on} accuracy in %, {over}"]
     if any(entry.std is not None for entry in table.entries):
         lines[0] += ", ± standard deviation over seeds"
     if any(entry.extra_data for entry in table.entries):
