@@ -362,9 +362,9 @@ class Training:
     """A method on a federation. It opens an engine and yields evaluated rounds. `engine` makes another engine than the
     local ones.
 
-    with Training(method, federation, build, rounds=10) as training:
-        for step in training.steps():
-            print(step.record["test"]["accuracy"])
+        with Training(method, federation, build, rounds=10) as training:
+            for step in training.steps():
+                print(step.record["test"]["accuracy"])
     """
 
     def __init__(
