@@ -1,31 +1,34 @@
 // A click on the head of a column sorts its table: numbers by value ("80.5 ± 1.2" by 80.5), the rest by name.
-const value = (row, column) => row.cells[column]?.textContent.trim() ?? "";
-const number = (text) => parseFloat(text.replace(/[,*†]/g, ""));
+{
+  const value = (row, column) => row.cells[column]?.textContent.trim() ?? "";
+  const number = (text) => parseFloat(text.replace(/[,*†]/g, ""));
 
-function sort(table, column, falling) {
-  const body = table.tBodies[0];
-  const order = (a, b) => {
-    const [x, y] = [value(a, column), value(b, column)];
-    const [m, n] = [number(x), number(y)];
-    if (isNaN(m) !== isNaN(n)) return isNaN(m) ? 1 : -1; // what has no figure stays below
-    return (isNaN(m) ? x.localeCompare(y) : m - n) * (falling ? -1 : 1);
+  const sort = (table, column, falling) => {
+    const body = table.tBodies[0];
+    const order = (a, b) => {
+      const [x, y] = [value(a, column), value(b, column)];
+      const [m, n] = [number(x), number(y)];
+      if (isNaN(m) !== isNaN(n)) return isNaN(m) ? 1 : -1; // what has no figure stays below
+      return (isNaN(m) ? x.localeCompare(y) : m - n) * (falling ? -1 : 1);
+    };
+    [...body.rows].sort(order).forEach((row) => body.append(row));
   };
-  [...body.rows].sort(order).forEach((row) => body.append(row));
-}
 
-document.querySelectorAll("article table").forEach((table) => {
-  if (!table.tHead || table.tBodies[0].rows.length < 3) return;
-  [...table.tHead.rows[0].cells].forEach((head, column) => {
-    if (!head.textContent.trim()) return;
-    const button = document.createElement("button");
-    button.className = "sort";
-    button.append(...head.childNodes);
-    head.append(button);
-    button.addEventListener("click", () => {
-      const falling = head.ariaSort ? head.ariaSort === "ascending" : !isNaN(number(value(table.tBodies[0].rows[0], column)));
-      [...head.parentNode.cells].forEach((other) => other.removeAttribute("aria-sort"));
-      head.ariaSort = falling ? "descending" : "ascending";
-      sort(table, column, falling);
+  document.querySelectorAll("article table").forEach((table) => {
+    if (!table.tHead || table.tBodies[0].rows.length < 3) return;
+    [...table.tHead.rows[0].cells].forEach((head, column) => {
+      if (!head.textContent.trim()) return;
+      const button = document.createElement("button");
+      button.className = "sort";
+      button.append(...head.childNodes);
+      head.append(button);
+      button.addEventListener("click", () => {
+        const figures = !isNaN(number(value(table.tBodies[0].rows[0], column)));
+        const falling = head.ariaSort ? head.ariaSort === "ascending" : figures;
+        [...head.parentNode.cells].forEach((other) => other.removeAttribute("aria-sort"));
+        head.ariaSort = falling ? "descending" : "ascending";
+        sort(table, column, falling);
+      });
     });
   });
-});
+}
