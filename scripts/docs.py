@@ -96,7 +96,9 @@ def collect(pages: Path) -> None:
     """Put all pages below one folder, with links that lead there."""
     left_out = shutil.ignore_patterns("notes", "__pycache__", "*.py", "*.ipynb")
     shutil.copytree(ROOT / "docs", pages, ignore=left_out)
-    texts = {path.relative_to(pages).as_posix(): ROOT / "docs" / path.relative_to(pages) for path in pages.rglob("*.md")}
+    texts = {
+        path.relative_to(pages).as_posix(): ROOT / "docs" / path.relative_to(pages) for path in pages.rglob("*.md")
+    }
     texts |= {name: ROOT / source for source, name in AT_TOP.items()}
     shown: set[Path] = set()
     for name, source in texts.items():
@@ -188,7 +190,7 @@ def gallery(pages: Path, texts: dict[str, Path]) -> str:
                 seen.add(picture)
                 about = f"[{title[1] if title else name}]({name})"
                 figures.append(f"<figure markdown>\n\n![{words}]({picture})\n\n{words}. {about}\n\n</figure>\n")
-    return f"# Gallery\n\n<div class=\"gallery\" markdown>\n\n{chr(10).join(figures)}\n</div>\n"
+    return f'# Gallery\n\n<div class="gallery" markdown>\n\n{chr(10).join(figures)}\n</div>\n'
 
 
 def serve(site: Path, port: int) -> None:

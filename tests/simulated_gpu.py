@@ -1,7 +1,7 @@
 """A GPU that is not there. Its tensors say `cuda:0` and hold their numbers on the CPU.
 
-Each operation is first judged by the rule of torch's fake tensors: a GPU refuses a tensor that was left on the CPU. Then
-it runs on the numbers, so that what depends on them works, and results can be compared with those of the CPU.
+Each operation is first judged by the rule of torch's fake tensors: a GPU refuses a tensor that was left on the CPU.
+Then it runs on the numbers, so that what depends on them works, and results can be compared with those of the CPU.
 """
 
 from __future__ import annotations
@@ -45,6 +45,10 @@ class OnGpu(Tensor):
     def device(self) -> torch.device:  # type: ignore[override]
         return GPU
 
+    @property
+    def is_meta(self) -> bool:  # type: ignore[override]
+        return False
+
     def numpy(self, *, force: bool = False) -> Any:
         raise TypeError("a tensor of the GPU has no numpy(); call .cpu() first")
 
@@ -65,7 +69,7 @@ class Simulation(TorchDispatchMode):
 
 def dispatched(operation: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     leaves = tree_flatten((args, kwargs))[0]
-    if not any(isinstance(leaf, OnGpu) or leaf in (GPU, META) for leaf in leaves if not type(leaf) is Tensor):
+    if not any(isinstance(leaf, OnGpu) or (isinstance(leaf, torch.device) and leaf != CPU) for leaf in leaves):
         return operation(*args, **kwargs)
     place = device_of(operation, leaves, kwargs.get("device"))
     if place == GPU and kwargs.get("generator") is not None:
@@ -98,5 +102,7 @@ def _held(value: Any) -> Any:
 
 @contextmanager
 def simulated_gpu() -> Iterator[torch.device]:
-    with mock.patch("torch.cuda._lazy_init"), Simulation():
+    """A context with one GPU of 1 GB."""
+    memory = mock.patch("torch.cuda.mem_get_info", return_value=(1 << 30, 1 << 30))
+    with mock.patch("torch.cuda._lazy_init"), memory, Simulation():
         yield GPU

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from simulated_gpu import simulated_gpu
 
 from redgrape import methods, tree
 from redgrape.engines.in_process import InProcess
@@ -14,6 +13,7 @@ from redgrape.learning.evaluation import Scores
 from redgrape.method import Method
 from redgrape.testing.cases import Case, client_half, named_net, server_site, small
 from redgrape.training import RunState, rounds
+from simulated_gpu import simulated_gpu
 
 
 def trained(method: Method, case: Case, device: torch.device) -> tuple[list[RunState], Scores]:
