@@ -58,8 +58,9 @@ def trained(
     with rg.Training(methods.load(name)(lr=0.02), federation, build, rounds=options.rounds, **where) as training:
         for step in training.steps():
             moments.append(time.perf_counter())
+            last = step
     seconds = (moments[-1] - moments[0]) / max(1, len(moments) - 1)
-    return seconds, step.record["test"]["accuracy"], step.state.server["model"]
+    return seconds, last.record["test"]["accuracy"], last.state.server["model"]
 
 
 if __name__ == "__main__":

@@ -13,16 +13,8 @@ import redgrape as rg
 from redgrape import methods
 
 ROOT = Path(__file__).resolve().parent.parent
-PUBLIC = [
-    "Augment",
-    "ClientSite",
-    "Examples",
-    "Exchange",
-    "Experiment",
-    "Federation",
-    "History",
-    "Method",
-    "Net",
+PUBLIC = ["Augment", "ClientSite", "Examples", "Exchange", "Experiment", "Federation", "History", "Method", "Net"]
+PUBLIC += [
     "Pixels",
     "RedgrapeError",
     "Result",
@@ -32,11 +24,8 @@ PUBLIC = [
     "data",
     "load_model",
     "methods",
-    "nets",
-    "run",
-    "train",
-    "tree",
 ]
+PUBLIC += ["nets", "run", "train", "tree"]
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +44,7 @@ def test_the_public_names_are_these_and_the_reference_has_them() -> None:
 
 
 def test_the_site_builds_without_a_warning(docs: ModuleType, tmp_path: Path) -> None:
-    """Every page has its place, links lead somewhere, the names are explained, and nothing is fetched from elsewhere."""
+    """Every page has its place, links lead somewhere, names are explained, nothing is fetched from elsewhere."""
     site = docs.build(tmp_path)
     pages = {path.relative_to(site).as_posix(): path.read_text() for path in site.rglob("*.html")}
     for page in (ROOT / "docs").glob("*.md"):
@@ -82,7 +71,7 @@ def test_a_page_without_a_place_is_an_error(docs: ModuleType, tmp_path: Path) ->
 def test_links_lead_to_pages_and_files_on_the_site(
     docs: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Pages stay pages, a file of the repository gets a page of its own, code is left alone, nothing else is accepted."""
+    """Pages stay pages, a file of the repository gets a page of its own, code is left alone, all else refused."""
     monkeypatch.setattr(docs, "ROOT", tmp_path)
     (tmp_path / "docs/methods").mkdir(parents=True)
     (tmp_path / "run.py").write_text("1")
