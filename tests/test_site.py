@@ -25,7 +25,7 @@ PUBLIC += [
     "load_model",
     "methods",
 ]
-PUBLIC += ["nets", "run", "train", "tree"]
+PUBLIC += ["methods", "nets", "run", "train", "tree"]
 
 
 @pytest.fixture(scope="module")
