@@ -14,17 +14,7 @@ from redgrape import methods
 
 ROOT = Path(__file__).resolve().parent.parent
 PUBLIC = ["Augment", "ClientSite", "Examples", "Exchange", "Experiment", "Federation", "History", "Method", "Net"]
-PUBLIC += [
-    "Pixels",
-    "RedgrapeError",
-    "Result",
-    "ServerSite",
-    "Training",
-    "check_method",
-    "data",
-    "load_model",
-    "methods",
-]
+PUBLIC += ["Pixels", "RedgrapeError", "Result", "ServerSite", "Training", "check_method", "data", "load_model"]
 PUBLIC += ["methods", "nets", "run", "train", "tree"]
 
 
