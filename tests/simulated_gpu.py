@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 from unittest import mock
 
@@ -89,9 +90,14 @@ def device_of(operation: Any, leaves: list[Any], asked: torch.device | None) -> 
         return GPU if asked in (GPU, META) else CPU
     if operation in MIXED:
         return tensors[0].device
+    return FakeTensor._find_common_device(operation, [fake(t.device, t.dim() == 0) for t in tensors])[0]
+
+
+@cache
+def fake(device: torch.device, is_scalar: bool) -> Tensor:
+    """Torch's rule asks for no more than these two."""
     with FakeTensorMode():
-        fakes = [torch.empty(t.shape, device=t.device) for t in tensors]
-    return FakeTensor._find_common_device(operation, fakes)[0]
+        return torch.empty(() if is_scalar else (1,), device=device)
 
 
 def _held(value: Any) -> Any:
