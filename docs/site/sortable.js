@@ -1,4 +1,4 @@
-// A click on the head of a column sorts its table: numbers by value ("80.5 ± 1.2" by 80.5), the rest by name.
+// A click on the head of a column sorts a table of figures: numbers by value ("80.5 ± 1.2" by 80.5), the rest by name.
 {
   const value = (row, column) => row.cells[column]?.textContent.trim() ?? "";
   const number = (text) => parseFloat(text.replace(/[,*†]/g, ""));
@@ -15,7 +15,9 @@
   };
 
   document.querySelectorAll("article table").forEach((table) => {
-    if (!table.tHead || table.tBodies[0].rows.length < 3) return;
+    const rows = table.tBodies[0]?.rows ?? [];
+    if (!table.tHead || rows.length < 3) return;
+    if ([...rows[0].cells].filter((cell) => !isNaN(number(cell.textContent))).length < 2) return;
     [...table.tHead.rows[0].cells].forEach((head, column) => {
       if (!head.textContent.trim()) return;
       const button = document.createElement("button");
@@ -23,7 +25,7 @@
       button.append(...head.childNodes);
       head.append(button);
       button.addEventListener("click", () => {
-        const figures = !isNaN(number(value(table.tBodies[0].rows[0], column)));
+        const figures = !isNaN(number(value(rows[0], column)));
         const falling = head.ariaSort ? head.ariaSort === "ascending" : figures;
         [...head.parentNode.cells].forEach((other) => other.removeAttribute("aria-sort"));
         head.ariaSort = falling ? "descending" : "ascending";
