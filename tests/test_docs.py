@@ -219,8 +219,8 @@ def test_hyper_parameters_have_the_values_that_are_named() -> None:
 
 
 def test_what_is_here_is_here() -> None:
-    """README's table names every method, net, data source and command, and the reference every exit code."""
-    table = (ROOT / "README.md").read_text().partition("## What is here\n")[2].partition("\n## ")[0]
+    """The overview names every method, net, data source and command, and the reference every exit code."""
+    table = (ROOT / "docs/overview.md").read_text().partition("## What is here\n")[2].partition("\n## ")[0]
     here = set(re.findall(r"`([a-z0-9_ ]+)`", table))
     parser: Any = cli._parser()
     top = next(a for a in parser._actions if a.dest == "==SUPPRESS==" or a.choices).choices
@@ -238,11 +238,6 @@ def test_what_is_here_is_here() -> None:
     }
 
 
-def test_readme_shows_the_example_of_the_quickstart() -> None:
-    first = [b.text for b in blocks(ROOT / "README.md") if b.language == "python"]
-    assert first[0] in [b.text for b in blocks(ROOT / "docs/quickstart.md")]
-
-
 def test_the_shown_method_is_the_file() -> None:
     shown = next(b.text for b in blocks(ROOT / "docs/add-a-method.md") if b.language == "python" and not b.is_run)
     file = (ROOT / "examples/my_method.py").read_text()
@@ -251,10 +246,10 @@ def test_the_shown_method_is_the_file() -> None:
 
 
 def test_measured_figures_have_their_places() -> None:
-    text = (ROOT / "README.md").read_text()
-    for name in ("demo", "results"):
+    for page, name in (("README.md", "demo"), ("docs/overview.md", "results")):
+        text = (ROOT / page).read_text()
         assert re.search(rf"<!-- {name}:begin -->\n.+\n<!-- {name}:end -->", text, flags=re.DOTALL)
-    assert "to be measured" not in text
+        assert "to be measured" not in text
 
 
 def test_documents_name_no_path_of_a_machine() -> None:

@@ -12,7 +12,7 @@ import hashlib
 import platform
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cache
 
 import numpy as np
@@ -50,16 +50,32 @@ def global_stream(value: int | None) -> Iterator[None]:
 
 @contextmanager
 def same_bits_everywhere() -> Iterator[None]:
-    """One thread, because the number of threads changes a sum's last bits. Put back afterwards."""
-    threads = torch.get_num_threads()
-    if threads == 1:
-        yield
-        return
-    torch.set_num_threads(1)
+    """One thread, because the number of threads changes a sum's last bits, and on a GPU kernels that give the same bits
+    every time. Put back afterwards."""
+    with _same_kernels() if torch.cuda.is_initialized() else nullcontext():
+        threads = torch.get_num_threads()
+        if threads == 1:
+            yield
+            return
+        torch.set_num_threads(1)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(threads)
+
+
+@contextmanager
+def _same_kernels() -> Iterator[None]:
+    """No kernel whose sums have no fixed order (torch refuses those), none chosen by a race, no rounding to TF32."""
+    cudnn = torch.backends.cudnn
+    before = torch.are_deterministic_algorithms_enabled(), cudnn.benchmark, cudnn.allow_tf32
+    torch.use_deterministic_algorithms(True)
+    cudnn.benchmark, cudnn.allow_tf32 = False, False
     try:
         yield
     finally:
-        torch.set_num_threads(threads)
+        torch.use_deterministic_algorithms(before[0])
+        cudnn.benchmark, cudnn.allow_tf32 = before[1:]
 
 
 @cache

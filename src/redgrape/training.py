@@ -10,6 +10,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from redgrape import determinism, engines, tree
 from redgrape.data.examples import Examples
 from redgrape.data.federation import Declared, FederatedData
 from redgrape.determinism import same_bits_everywhere
-from redgrape.engines import Answer, ClientHalf, Engine, Lost, StateLost, SumOfAnswers
+from redgrape.engines import Answer, ClientHalf, Engine, Lost, StateLost, SumOfAnswers, devices
 from redgrape.engines.waiting_answers import Shelf
 from redgrape.errors import ConfigError, DataError, Diverged, TooFewClients
 from redgrape.exchange import Exchange, Parts, Received, plausible
@@ -36,6 +37,7 @@ from redgrape.exchange.plausible import Measures
 from redgrape.learning.features import batchnorms
 from redgrape.method import ClientId, ClientSite, Method, ServerSite, Site
 from redgrape.nets import own
+from redgrape.nets.mixed import in_bfloat16
 from redgrape.nets.net import Net
 from redgrape.tree import Tensors, Tree
 
@@ -362,9 +364,9 @@ class Training:
     """A method on a federation. It opens an engine and yields evaluated rounds. `engine` makes another engine than the
     local ones.
 
-    with Training(method, federation, build, rounds=10) as training:
-        for step in training.steps():
-            print(step.record["test"]["accuracy"])
+        with Training(method, federation, build, rounds=10) as training:
+            for step in training.steps():
+                print(step.record["test"]["accuracy"])
     """
 
     def __init__(
@@ -378,6 +380,7 @@ class Training:
         seed: int = 0,
         workers: int = 1,
         device: str = "cpu",
+        precision: str = "float32",
         evaluate_every: int = 1,
         stack: int = 1,
         min_answers: int = 1,
@@ -405,7 +408,8 @@ class Training:
             raise ConfigError(
                 f"workers is {workers}; there must be at least 1 (this machine has {os.cpu_count()} cores)"
             )
-        place = _device(device)
+        places = devices.chosen(device)
+        check_precision(precision, stack)
         if not isinstance(method, Method):
             raise ConfigError(
                 f"method is {method!r}; pass a method with its hyper-parameters, such as RedGrape(lr=0.05)"
@@ -431,14 +435,15 @@ class Training:
         self.min_answers = min_answers
         self.eligible = [k for k in range(federation.num_clients) if federation.size(k) > 0]
         self.clients_per_round = clients_per_round or federation.num_clients
+        used = build if precision == "float32" else partial(in_bfloat16, build)
         self.site = ServerSite(
-            build,
+            used,
             federation.num_clients,
             federation.num_classes,
             seed,
             0,
             rounds,
-            place,
+            places[0],
             federation.auxiliary,
             secret=secret or secrets.token_bytes(32),  # for differential privacy's noise
         )
@@ -446,8 +451,8 @@ class Training:
         self.parts, survey = exchanged(method, self.site)
         asked = min(self.clients_per_round, len(self.eligible))
         exchange.check_fits(self.parts, asked, single=method.needs_single(), surveys=bool(survey))
-        half = ClientHalf(method, federation, build, seed, rounds, place, stack, exchange)
-        self.engine = engines.create(half, workers, deadline) if engine is None else engine(half)
+        half = ClientHalf(method, federation, used, seed, rounds, places[0], stack, exchange)
+        self.engine = engines.create(half, workers, deadline, places) if engine is None else engine(half)
 
     def steps(
         self,
@@ -557,6 +562,7 @@ def train(
     seed: int = 0,
     workers: int = 1,
     device: str = "cpu",
+    precision: str = "float32",
     evaluate_every: int = 1,
     stack: int = 1,
     min_answers: int = 1,
@@ -570,6 +576,8 @@ def train(
     With more it must be importable, because it is sent to other processes. `min_answers`: the run stops if a round has
     fewer accepted answers.
     `deadline`: seconds after which a worker that has not answered counts as hung; ignored with one worker.
+    `device`: cpu; cuda for all GPUs, cuda:0 for the first; auto for GPUs if there are any. Workers take turns on them.
+    `precision`: float32, or bfloat16 for an encoder that multiplies in it.
     `stack`: train this many clients of equal size as one, if the method and the net allow it. This is fast for small
     nets; results agree to rounding, not bit for bit.
     `progress`: print a line per round on standard error.
@@ -584,6 +592,7 @@ def train(
         seed=seed,
         workers=workers,
         device=device,
+        precision=precision,
         evaluate_every=evaluate_every,
         stack=stack,
         min_answers=min_answers,
@@ -636,10 +645,8 @@ def check_fresh(net: Net, other: Net) -> None:
         raise ConfigError("build() returned the same net twice; it must make a new one at every call")
 
 
-def _device(name: str) -> torch.device:
-    try:
-        device = torch.device(name)
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise ConfigError(f"device '{name}' cannot be used here: {str(error).splitlines()[0]}; try 'cpu'") from error
-    return device
+def check_precision(precision: str, stack: int) -> None:
+    if precision not in ("float32", "bfloat16"):
+        raise ConfigError(f"precision is '{precision}'; choose float32 or bfloat16")
+    if precision == "bfloat16" and stack > 1:
+        raise ConfigError("precision bfloat16 does not go with a stack of clients; choose one of the two")

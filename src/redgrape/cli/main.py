@@ -575,9 +575,17 @@ def _add_calibration_flags(command: argparse.ArgumentParser) -> None:
 
 def _add_execution_flags(command: argparse.ArgumentParser) -> None:
     group = command.add_argument_group("execution (does not change results, except as noted)")
-    group.add_argument("--workers", type=_positive, metavar="N", help="worker processes (default: one per core)")
     group.add_argument(
-        "--device", default="cpu", help="cpu (default), or cuda with --workers 1 (changes the last bits)"
+        "--workers", type=_positive, metavar="N", help="worker processes (default: one per core, or one per GPU)"
+    )
+    group.add_argument(
+        "--device", default="cpu", help="cpu (default), cuda (all GPUs), cuda:N, or auto (a GPU changes the last bits)"
+    )
+    group.add_argument(
+        "--precision",
+        default="float32",
+        choices=["float32", "bfloat16"],
+        help="bfloat16: the encoder multiplies in it, which a GPU does faster (changes results; default: float32)",
     )
     group.add_argument(
         "--stack",

@@ -23,7 +23,7 @@ class Augment:
             x = _random_crop(x, self.crop, generator)
         if self.flip:
             mirrored = torch.rand(len(x), generator=generator) < 0.5
-            x = torch.where(mirrored[:, None, None, None], x.flip(3), x)
+            x = torch.where(mirrored[:, None, None, None].to(x.device), x.flip(3), x)
         if self.cutout:
             x = _cutout(x, self.cutout, generator)
         return x
@@ -53,4 +53,4 @@ def _cutout(x: Tensor, size: int, generator: torch.Generator) -> Tensor:
     rows, columns = torch.arange(height), torch.arange(width)
     in_rows = (rows >= row - size // 2) & (rows < row - size // 2 + size)
     in_columns = (columns >= column - size // 2) & (columns < column - size // 2 + size)
-    return x.masked_fill((in_rows[:, :, None] & in_columns[:, None, :])[:, None], 0)
+    return x.masked_fill((in_rows[:, :, None] & in_columns[:, None, :])[:, None].to(x.device), 0)

@@ -176,9 +176,12 @@ class ClientHalf:
             return sums.of_batches(net, examples, starts, self.device)
 
 
-def create(half: ClientHalf, workers: int, deadline: float | None = None) -> Engine:
-    """A pool of worker processes if there are several workers, else this process, which has no deadline."""
+def create(
+    half: ClientHalf, workers: int, deadline: float | None = None, devices: list[torch.device] | None = None
+) -> Engine:
+    """A pool of worker processes if there are several workers, else this process, which has no deadline. `devices`:
+    what workers take turns on; None for that of `half`."""
     from redgrape.engines.in_process import InProcess
     from redgrape.engines.pool import Pool
 
-    return InProcess(half) if workers == 1 else Pool(half, workers, deadline)
+    return InProcess(half) if workers == 1 else Pool(half, workers, deadline, devices)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from types import TracebackType
 from typing import Self
 
 from redgrape import tree
-from redgrape.engines import Answer, ClientHalf, Lost, Split, SumOfAnswers
+from redgrape.engines import Answer, ClientHalf, Lost, Split, SumOfAnswers, devices
 from redgrape.learning import evaluation, sums
 from redgrape.learning.evaluation import Scores
 from redgrape.method import ClientId
@@ -16,7 +17,7 @@ from redgrape.tree import Tensors, Tree
 
 class InProcess:
     def __init__(self, half: ClientHalf) -> None:
-        self._half = half
+        self._half = replace(half, federation=devices.near(half.federation, half.device))
 
     def run_clients(
         self, broadcast: Tree, clients: Sequence[ClientId], states: Mapping[ClientId, Tree], round: int

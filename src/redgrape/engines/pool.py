@@ -33,6 +33,7 @@ import torch
 
 from redgrape.data.federation import Federation
 from redgrape.engines import Answer, ClientHalf, Lost, Split
+from redgrape.engines.devices import near, of_worker, sharing
 from redgrape.engines.shared_memory import Mailbox, SharedFederation
 from redgrape.errors import ConfigError, RedgrapeError
 from redgrape.exchange import Exchange
@@ -51,30 +52,38 @@ OUTBOXES = 512 << 20  # bytes of answers kept in shared memory, over all workers
 class Pool:
     """`deadline`: seconds after which a worker that has not answered counts as hung (None: never)."""
 
-    def __init__(self, half: ClientHalf, workers: int, deadline: float | None = None) -> None:
+    def __init__(
+        self,
+        half: ClientHalf,
+        workers: int,
+        deadline: float | None = None,
+        devices: list[torch.device] | None = None,
+    ) -> None:
         self._needs_main = _check_importable(half)
-        self._half, self._deadline = half, deadline
+        self._half, self._deadline, self._devices = half, deadline, devices or [half.device]
         assert isinstance(half.federation, Federation), "workers share the arrays of all clients"
         self._shared = SharedFederation(half.federation)
         self._context = _context(
             preload=[] if half.method.optimizer == "sgd" else ["torch._dynamo"]
         )  # torch.optim imports it
         self._room = OUTBOXES // workers
+        self._sharing = sharing(self._devices, workers)
         self._workers: list[_Worker] = []
         try:
-            self._workers += [self._start() for _ in range(workers)]
+            self._workers += [self._start(i) for i in range(workers)]
             for worker in self._workers:
                 worker.wait_until_ready()
         except BaseException:
             self.close()
             raise
 
-    def _start(self) -> _Worker:
+    def _start(self, index: int) -> _Worker:
         ours, theirs = self._context.Pipe()
         half, inbox, outbox = self._half, Mailbox(self._room), Mailbox(self._room)
-        job = (half.method, self._shared, half.build, half.seed, half.rounds, half.device, half.stack, half.exchange)
+        device = of_worker(self._devices, index)
+        job = (half.method, self._shared, half.build, half.seed, half.rounds, device, half.stack, half.exchange)
         process = self._context.Process(
-            target=_serve, args=(theirs, inbox, outbox, *job), daemon=True, name="redgrape-worker"
+            target=_serve, args=(theirs, inbox, outbox, self._sharing, *job), daemon=True, name="redgrape-worker"
         )
         with uninterrupted(), contextlib.nullcontext() if self._needs_main else without_main():
             try:
@@ -181,7 +190,7 @@ class Pool:
 
     def _replace(self, index: int) -> _Worker:
         self._workers[index].kill()
-        self._workers[index] = self._start()
+        self._workers[index] = self._start(index)
         self._workers[index].wait_until_ready()
         return self._workers[index]
 
@@ -334,6 +343,7 @@ def _serve(
     connection: Connection[Any, Any],
     inbox: Mailbox,
     outbox: Mailbox,
+    sharing: int,
     method: Method,
     shared: SharedFederation,
     build: Callable[[], Net],
@@ -350,7 +360,8 @@ def _serve(
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: do not outlive the parent
     threading.Thread(target=_end_with_coordinator, daemon=True).start()
     torch.set_num_threads(1)
-    half = ClientHalf(method, shared.opened(), build, seed, rounds, device, stack, exchange)
+    data = near(shared.opened(), device, sharing)
+    half = ClientHalf(method, data, build, seed, rounds, device, stack, exchange)
     connection.send(("ready", None))
     payload: Any = None
     while True:

@@ -22,7 +22,7 @@ from redgrape.data.federation import FederatedData, Federation
 from redgrape.data.prepare import prepare
 from redgrape.data.sources import DATASETS
 from redgrape.determinism import same_bits_everywhere
-from redgrape.engines import ClientHalf, Engine
+from redgrape.engines import ClientHalf, Engine, devices
 from redgrape.errors import ConfigError, DataError, StorageError
 from redgrape.method import Site
 from redgrape.nets import pretrained
@@ -75,6 +75,7 @@ class Run:
         *,
         workers: int,
         device: str = "cpu",
+        precision: str = "float32",
         data_root: Path | None = None,
         allow_changes: bool = False,
         deadline: float | None = None,
@@ -89,9 +90,9 @@ class Run:
         self.experiment = folder.experiment() if rounds is None else folder.experiment().with_rounds(rounds)
         self._is_extended = rounds is not None
         self.ledger = PrivacyLedger(folder.path)
-        self.workers, self.device, self.allow_changes = workers, device, allow_changes
+        self.workers, self.device, self.precision, self.allow_changes = workers, device, precision, allow_changes
         self.deadline, self.stack = deadline, stack
-        self.venue = this_machine(device, stack, data_root, embedding) if venue is None else venue
+        self.venue = this_machine(device, precision, stack, data_root, embedding) if venue is None else venue
         self._records: list[Mapping[str, Any]] = []  # of the rounds done
         self.notes: list[str] = []  # for the user, such as a skipped damaged checkpoint
 
@@ -225,6 +226,7 @@ class Run:
             seed=e.seed,
             workers=self.workers,
             device=self.device,
+            precision=self.precision,
             evaluate_every=e.evaluate_every,
             min_answers=e.min_answers,
             deadline=self.deadline,
@@ -306,6 +308,7 @@ def run(
     *,
     workers: int = 1,
     device: str = "cpu",
+    precision: str = "float32",
     data_root: Path | None = None,
 ) -> RunFolder:
     """Run an experiment in its own folder and return the folder. `.summary()` has the result, `.metrics()` a record per
@@ -315,12 +318,14 @@ def run(
     there = RunFolder.open(path) if (path / "experiment.toml").exists() else RunFolder.create(path, described)
     if there.experiment().hash() != described.hash():  # one may name fewer of its defaults
         raise ConfigError(f"'{path}' holds another experiment; choose another folder")
-    for _ in Run(there, workers=workers, device=device, data_root=data_root).steps():
+    for _ in Run(there, workers=workers, device=device, precision=precision, data_root=data_root).steps():
         pass
     return there
 
 
-def this_machine(device: str, stack: int, data_root: Path | None, progress: Progress | None = None) -> Venue:
+def this_machine(
+    device: str, precision: str, stack: int, data_root: Path | None, progress: Progress | None = None
+) -> Venue:
     """Clients on this machine. Their data is prepared here. `progress` is told of embeddings."""
 
     def prepared(experiment: Experiment, before: Mapping[str, Any] | None) -> Prepared:
@@ -328,7 +333,7 @@ def this_machine(device: str, stack: int, data_root: Path | None, progress: Prog
         if experiment.net.is_pretrained:
             federation = federation.with_inputs(partial(for_encoder, experiment.net.name))
         files = file_digests(experiment) if before is None else before.get("files", {})
-        environment = machine(device) | about(federation) | {"files": files, "stack": stack}
+        environment = machine(device, precision) | about(federation) | {"files": files, "stack": stack}
         if experiment.net.is_frozen:
             federation = federation.with_inputs(embedder(experiment.net, federation.input_shape, data_root, progress))
         return Prepared(federation, environment)
@@ -388,8 +393,10 @@ def _digests(experiment: Experiment, with_weights: bool) -> dict[str, str]:
 class Present:
     """The data, files and machine that a run would record if it began now. Data is read once per split."""
 
-    def __init__(self, device: str, stack: int, data_root: Path | None, *, allow_changes: bool = False) -> None:
-        self._machine = machine(device) | {"stack": stack}
+    def __init__(
+        self, device: str, precision: str, stack: int, data_root: Path | None, *, allow_changes: bool = False
+    ) -> None:
+        self._machine = machine(device, precision) | {"stack": stack}
         self._data_root, self._allow_changes = data_root, allow_changes
         self._splits: dict[str, dict[str, str]] = {}
 
@@ -420,7 +427,7 @@ def _as_files(digests: Mapping[str, str]) -> dict[str, str]:
     return {f"file '{name}'": digest for name, digest in digests.items()}
 
 
-def machine(device: str) -> dict[str, Any]:
+def machine(device: str, precision: str = "float32") -> dict[str, Any]:
     """Everything that could change bits or explain a difference."""
     return {
         "redgrape": redgrape.__version__,
@@ -430,7 +437,7 @@ def machine(device: str) -> dict[str, Any]:
         "platform": sys.platform,
         "machine": platform.machine(),
         "cpu": torch.backends.cpu.get_cpu_capability(),  # the widest instruction set that torch uses
-        "device": device,
+        "device": devices.recorded(device, precision),
     }
 
 

@@ -161,7 +161,13 @@ def _require_validation(standings: Sequence[Standing]) -> None:
 
 
 def _present(options: argparse.Namespace) -> Present:
-    return Present(options.device, options.stack, options.data_root, allow_changes=options.allow_changes)
+    return Present(
+        options.device,
+        options.precision,
+        options.stack,
+        options.data_root,
+        allow_changes=options.allow_changes,
+    )
 
 
 def _standings(cells: Sequence[Cell], options: argparse.Namespace, present: Present | None) -> list[Standing]:

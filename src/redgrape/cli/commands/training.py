@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from redgrape.cli.progress import Progress
 from redgrape.cli.publish import publish
 from redgrape.data.prepare import prepare
+from redgrape.engines import devices
 from redgrape.errors import ConfigError, DataError, StorageError, enough_memory, unknown
 from redgrape.methods import RECOMMENDED, WITHOUT_TRAINING
 from redgrape.privacy.disclosure import disclosed, leak_in_one_line
@@ -237,7 +238,13 @@ def _file_name(text: str) -> str:
 def _check_taken(cells: Sequence[tuple[Experiment, Path]], options: argparse.Namespace) -> None:
     """Raise ConfigError if an existing run has another experiment, other data or files, or comes from another machine.
     With --overwrite, remove all such runs instead. Every run is checked before the first is removed."""
-    present = Present(options.device, options.stack, options.data_root, allow_changes=options.allow_changes)
+    present = Present(
+        options.device,
+        options.precision,
+        options.stack,
+        options.data_root,
+        allow_changes=options.allow_changes,
+    )
     begun = [(experiment, path) for experiment, path in cells if (path / "experiment.toml").is_file()]
     wrong = {path: reason for e, path in begun if (reason := _why_not_taken(RunFolder.open(path), e, present))}
     for path, reason in wrong.items():
@@ -278,6 +285,7 @@ def carry_out(
         folder,
         workers=workers_of(options),
         device=options.device,
+        precision=options.precision,
         data_root=options.data_root,
         allow_changes=options.allow_changes,
         deadline=options.deadline,
@@ -333,7 +341,10 @@ def run_of(i: int, standings: Sequence[Standing], options: argparse.Namespace, a
 
 
 def workers_of(options: argparse.Namespace) -> int:
-    return options.workers or (cores() if options.device == "cpu" else 1)
+    if options.workers:
+        return int(options.workers)
+    places = devices.chosen(options.device)
+    return cores() if places == [devices.CPU] else len(places)
 
 
 def cores() -> int:
