@@ -11,6 +11,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pydantic import ValidationError
+
 from redgrape.data.examples import Examples, Pixels
 from redgrape.data.federation import Declared
 from redgrape.data.table import Columns
@@ -24,7 +26,7 @@ from redgrape.deploy.protocol.transport import Transport
 from redgrape.deploy.setup import certificates, site_data
 from redgrape.deploy.setup.folder import DataAgreement, Deployment, DeployOptions
 from redgrape.engines import ClientHalf, Engine
-from redgrape.errors import ConfigError, TooFewClients
+from redgrape.errors import ConfigError, StorageError, TooFewClients
 from redgrape.exchange.checks import UpdateRejected
 from redgrape.nets import pretrained
 from redgrape.runs.experiment import Experiment, NetOptions
@@ -64,8 +66,8 @@ def at_sites(
         sites = Sites(transport, members, options, experiment, say)
         columns = None
         if options.data.label is not None:
-            known = None if before is None else before["input"]["table"]
-            columns = _columns(sites, options, task) if known is None else Columns.model_validate(known)
+            known = ((before or {}).get("input") or {}).get("table")
+            columns = _columns(sites, options, task) if known is None else _stored(known, folder)
             task["columns"] = columns.model_dump()
         own = [_own(deployment, path) for path in (options.test, options.auxiliary)]
         contents = _contents(*own)
@@ -132,6 +134,8 @@ def at_sites(
 def _columns(sites: Sites, options: DeployOptions, task: Mapping[str, Any]) -> Columns:
     """The columns of the sites' tables, scaled by sums over all sites."""
     columns, question = options.data.columns(), ColumnsQuestion(deadline=options.deadlines.evaluate, **task)
+    if not options.data.numbers:
+        return columns
     total: Tensors = {}
     try:
         for _, sent in sites.summed_or_all(question, ColumnsAnswer):
@@ -140,6 +144,13 @@ def _columns(sites: Sites, options: DeployOptions, task: Mapping[str, Any]) -> C
     except UpdateRejected as reason:
         raise TooFewClients(f"the sites' tables cannot be scaled: {reason}") from reason
     return inputs.fitted(columns, total)
+
+
+def _stored(columns: Any, folder: RunFolder) -> Columns:
+    try:
+        return Columns.model_validate(columns)
+    except ValidationError as error:
+        raise StorageError(f"'{folder.path / 'environment.json'}' is damaged: its columns are invalid") from error
 
 
 def _input(net: NetOptions, agreement: DataAgreement) -> dict[str, Any]:
