@@ -448,6 +448,9 @@ def _add_deployment(commands: Any) -> None:
         "--input", choices=["uint8", "float"], default="uint8", help="pixels (uint8, the default) or floats"
     )
     command.add_argument("--image-size", type=_positive, metavar="N", help="resize images in folders to N by N")
+    command.add_argument("--label", metavar="COLUMN", help="the column of classes, if the sites' data are tables")
+    command.add_argument("--drop", metavar="A,B", help="columns of the tables that are no inputs")
+    command.add_argument("--categorical", metavar="A,B", help="columns of the tables with numbers that are names")
     command.add_argument("--tail", metavar="A,B", help="classes to report as the tail")
     command.add_argument(
         "--min-count",
@@ -475,11 +478,14 @@ def _add_deployment(commands: Any) -> None:
 
     add("server", "start and monitor the server until Ctrl-C")
     command = add("site", "take part as a site until Ctrl-C", "the site's folder")
-    command.add_argument("--data", type=_path, required=True, help="a folder with one sub-folder per class, or an .npz")
+    command.add_argument(
+        "--data", type=_path, required=True, help="a folder with one sub-folder per class, an .npz, or a table"
+    )
     command = add("run", "run or continue an experiment on the sites")
     command.add_argument("experiment", nargs="?", type=_path, help="a TOML file (default: that of the deployment)")
     command.add_argument("--method", dest="set:method.name", metavar="NAME", help="the method")
     command.add_argument("--preset", dest="set:method.preset", metavar="NAME", help="the preset of the method")
+    command.add_argument("--net", dest="set:net.name", metavar="NAME", help="the net")
     command.add_argument("--seed", dest="set:seed", type=int, metavar="N", help="the seed")
     command.add_argument("--rounds", dest="set:rounds", type=int, metavar="N", help="communication rounds")
     command.add_argument(

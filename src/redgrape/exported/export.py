@@ -94,9 +94,8 @@ def _described(
     try:
         net = NetOptions.parse(view.experiment["net"])
         shape, classes = tuple(environment["input"]["shape"]), len(environment["class_names"])
-        inputs = (pretrained.features(net.name, shape, net.size),) if net.is_frozen else shape
         with torch.device("meta"):
-            expected = nets.build(**net.trained, shape=inputs, num_classes=classes, seed=0).state_dict()
+            expected = nets.build(**net.trained, shape=net.inputs(shape), num_classes=classes, seed=0).state_dict()
     except (KeyError, TypeError, RuntimeError) as error:
         raise StorageError(
             f"'{run / 'environment.json'}' is damaged: input and classes are missing or invalid"

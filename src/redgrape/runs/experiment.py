@@ -98,6 +98,10 @@ class NetOptions(BaseModel):
         """The keys of encoders are there only for encoders, so that other experiments keep their hashes."""
         return {key: value for key, value in dump(self).items() if self.is_pretrained or key not in _OF_ENCODERS}
 
+    def inputs(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of what clients train on, if examples have this shape."""
+        return (pretrained.features(self.name, shape, self.size),) if self.is_frozen else shape
+
     @property
     def trained(self) -> dict[str, Any]:
         """The net that clients train, as arguments of `nets.build`."""
