@@ -63,6 +63,7 @@ EVERY_FIELD: dict[str, Any] = {
     "min_answers": 2,
     "evaluate_every": 2,
     "checkpoint_every": 4,
+    "start": "runs/before",
     "data": {
         "source": "here/ärger \"quoted\" 'too' \\ [x] # = 猫.csv",
         "label": "kind",
@@ -308,6 +309,7 @@ WRONG: dict[str, st.SearchStrategy[Any]] = {
     "clients_per_round": below(1),
     "evaluate_every": below(1),
     "checkpoint_every": below(1),
+    "start": _NOT_TEXT,
     "data.source": _NOT_TEXT,
     "data.image_size": below(1),
     "data.imbalance": unlike("exponential", "binary", "natural"),

@@ -141,6 +141,7 @@ class Experiment(BaseModel):
         1, ge=1, le=10**9, description="evaluate every this many rounds, and in each of the last ten"
     )
     checkpoint_every: int = Field(1, ge=1, le=10**9, description="save every this many rounds, and after the last")
+    start: str | None = Field(None, description="a finished run on the same split, whose model is the initial one")
     data: DataOptions = Field(default_factory=DataOptions)
     net: NetOptions = Field(default_factory=NetOptions)
     exchange: Exchange = Field(default_factory=Exchange)
@@ -196,6 +197,11 @@ class Experiment(BaseModel):
             raise ValueError(f"data.tail_classes is {list(tail)}; name some classes {allowed}, each once, not all")
 
     def _check_method(self, method: Method) -> None:
+        if method.epochs == 0 and self.start is None:
+            raise ConfigError(
+                "method.epochs is 0, which trains nothing; choose at least 1, or adjust a finished run with `redgrape "
+                "adjust`"
+            )
         if method.uses_auxiliary and self.data.auxiliary == 0:
             raise ConfigError(
                 f"method '{self.method.name}' needs a small balanced set at the server, but data.auxiliary is 0; hold "
@@ -243,7 +249,8 @@ class Experiment(BaseModel):
 
     def resolved(self) -> dict[str, Any]:
         """All settings as nested values. None becomes the word none, because TOML has no None."""
-        values = self.model_dump(exclude={"method"}) | {"method": self.method.resolved()}
+        unused = {"start"} if self.start is None else set()  # so that other experiments keep their hashes
+        values = self.model_dump(exclude={"method", *unused}) | {"method": self.method.resolved()}
         return {name: _for_toml(value) for name, value in values.items()}
 
     def to_toml(self) -> str:
