@@ -101,7 +101,7 @@ REFUSED = [
     (["lda", "-c", "seed=1"], "was trained on another split"),
     (["lda@pooled"], "names a baseline"),
     (["nothing"], "unknown method"),
-    (["lda", "-c", "net.name=linear"], "holds another model"),
+    (["lda", "-c", "net.name=linear"], "has another net"),
 ]
 
 

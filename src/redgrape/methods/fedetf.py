@@ -14,6 +14,7 @@ The classifier of the net is V in training and E^T V in the deployed model, whic
 
 from __future__ import annotations
 
+import math
 from typing import Any, ClassVar
 
 import torch
@@ -86,4 +87,4 @@ def _server(trained: Tensors, scale: Tensor, E: Tensor) -> dict[str, Any]:
 def equiangular(C: int, random: torch.Generator) -> Tensor:
     """C unit vectors in R^C, the columns, of which any two have the cosine -1 / (C - 1)."""
     Q = torch.linalg.qr(torch.empty(C, C, dtype=torch.float64).normal_(generator=random))[0]
-    return ((C / (C - 1)) ** 0.5 * (Q - Q.mean(dim=1, keepdim=True))).contiguous()  # LAPACK stores columns
+    return (Q - Q.mean(dim=1, keepdim=True)).mul(math.sqrt(C / (C - 1))).contiguous()  # LAPACK stores columns

@@ -340,9 +340,11 @@ def first_model(experiment: Experiment, prepared: Prepared) -> Tensors:
             f"'{folder.path}' was trained on another split, so it may know test examples of this one; start from a run "
             "with the same data and seed"
         )
-    state = last_state(folder)
-    check_model(state, model, folder)
-    started: Tensors = state.server["model"]
+    started: Tensors = last_state(folder).server["model"]
+    if {name: t.shape for name, t in started.items()} != {name: t.shape for name, t in model.items()}:
+        raise ConfigError(
+            f"'{folder.path}' has another net than '{experiment.net.name}'; start from a run with this net"
+        )
     return started
 
 
