@@ -87,4 +87,5 @@ def _server(trained: Tensors, scale: Tensor, E: Tensor) -> dict[str, Any]:
 def equiangular(C: int, random: torch.Generator) -> Tensor:
     """C unit vectors in R^C, the columns, of which any two have the cosine -1 / (C - 1)."""
     Q = torch.linalg.qr(torch.empty(C, C, dtype=torch.float64).normal_(generator=random))[0]
-    return (Q - Q.mean(dim=1, keepdim=True)).mul(math.sqrt(C / (C - 1))).contiguous()  # LAPACK stores columns
+    E: Tensor = math.sqrt(C / (C - 1)) * (Q - Q.mean(dim=1, keepdim=True))
+    return E.contiguous()  # LAPACK stores columns
