@@ -13,7 +13,8 @@ from torch import Tensor, nn
 import redgrape as rg
 import toys
 from redgrape.determinism import same_bits_everywhere
-from redgrape.methods.fedetf import FedETF, equiangular
+from redgrape.learning.classifier import equiangular
+from redgrape.methods.fedetf import FedETF
 from redgrape.methods.fednh import FedNH, moved
 from redgrape.training import Training
 
@@ -111,9 +112,10 @@ def test_fednh_trains_the_encoder_towards_fixed_prototypes() -> None:
 
 def test_class_vectors_have_equal_angles() -> None:
     for classes in (2, 3, 10):
-        E = equiangular(classes, torch.Generator().manual_seed(1))
         expected = torch.full((classes, classes), -1 / (classes - 1), dtype=torch.float64).fill_diagonal_(1)
-        close(E.T @ E, expected)
+        for d in (classes, classes + 7):
+            E = equiangular(classes, d, torch.Generator().manual_seed(1))
+            close(E.T @ E, expected)
 
 
 def test_fedetf_is_a_plain_reading_of_its_loss() -> None:

@@ -14,10 +14,8 @@ The classifier of the net is V in training and E^T V in the deployed model, whic
 
 from __future__ import annotations
 
-import math
 from typing import Any, ClassVar
 
-import torch
 import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
@@ -48,7 +46,7 @@ class FedETF(FedAvg):
 
     def init_server(self, model: Tensors, site: ServerSite) -> Tree:
         W = model["classifier.weight"]
-        E = equiangular(len(W), site.generator("class vectors")).to(W.dtype)
+        E = classifier.equiangular(len(W), len(W), site.generator("class vectors")).to(W.dtype)
         return _server(model, W.new_tensor(self.scale), E)
 
     def broadcast(self, server: Tree) -> Tree:
@@ -82,10 +80,3 @@ def _server(trained: Tensors, scale: Tensor, E: Tensor) -> dict[str, Any]:
     V = classifier.of(trained)
     deployed = {**trained, **{f"classifier.{name}": E.T @ t for name, t in V.items()}}
     return {"model": deployed, "V": V, "scale": scale, "E": E}
-
-
-def equiangular(C: int, random: torch.Generator) -> Tensor:
-    """C unit vectors in R^C, the columns, of which any two have the cosine -1 / (C - 1)."""
-    Q = torch.linalg.qr(torch.empty(C, C, dtype=torch.float64).normal_(generator=random))[0]
-    E: Tensor = math.sqrt(C / (C - 1)) * (Q - Q.mean(dim=1, keepdim=True))
-    return E.contiguous()  # LAPACK stores columns
