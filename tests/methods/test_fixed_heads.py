@@ -1,4 +1,4 @@
-"""FedNH and FedETF: classifiers that clients train towards but do not move, against plain readings."""
+"""FedNH, FedETF and FedLoGe: classifiers that clients train towards but do not move, against plain readings."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import toys
 from redgrape.determinism import same_bits_everywhere
 from redgrape.learning.classifier import equiangular
 from redgrape.methods.fedetf import FedETF
+from redgrape.methods.fedloge import FedLoGe, shaped
 from redgrape.methods.fednh import FedNH, moved
 from redgrape.training import Training
 
@@ -146,3 +147,39 @@ def test_fedetfs_deployed_model_chooses_as_in_training() -> None:
         u = F.normalize(net.encoder(x) @ server["V"]["weight"].T + server["V"]["bias"], dim=1)
         assert torch.equal(net(x).argmax(dim=1), (u @ server["E"]).argmax(dim=1))
     assert server["V"]["weight"].shape == (C, 6)
+
+
+def angles(E: Tensor) -> Tensor:
+    """Of each row, the angle to the nearest other row."""
+    cosines = F.normalize(E, dim=1) @ F.normalize(E, dim=1).T
+    return torch.acos(cosines.fill_diagonal_(-1).amax(dim=1))
+
+
+def test_fedloges_fixed_head_is_sparse_with_wide_angles() -> None:
+    kept = torch.rand(4, 10, generator=torch.Generator().manual_seed(2)) > 0.5
+    start = F.normalize(toys.random(4, 10) * kept, dim=1)
+    E = shaped(start, kept, 0.1, 300, 0.01)
+    assert not E[~kept].any()
+    close(E.norm(dim=1), torch.full((4,), 0.1, dtype=torch.float64))
+    assert angles(E).mean() > angles(start).mean() + 0.1
+    server = FedLoGe(shape_steps=3).init_server(dict(encoding().state_dict()), toys.server_site(2, C, 0))
+    assert ((server["E"] == 0).sum(dim=1) == int(0.6 * 6)).all()
+
+
+def test_fedloge_trains_the_encoder_by_the_fixed_head_alone() -> None:
+    """One full-batch step of each client, against a plain reading. The deployed rows are equally long."""
+    server = states(FedLoGe(shape_steps=3, **ONE_STEP), build=encoding)[0]
+    E, encoders, heads, sizes = server["E"], [], [], []
+    for x, y in clients():
+        net = encoding()
+        h = net.encoder(x)
+        F.cross_entropy(h @ E.T, y).backward()
+        F.cross_entropy(net.classifier(h.detach()), y).backward()
+        encoders.append(net.encoder[0].weight.detach() - 0.1 * net.encoder[0].weight.grad)
+        heads.append(net.classifier.weight.detach() - 0.1 * net.classifier.weight.grad)
+        sizes.append(len(y) / sum(len(labels) for _, labels in clients()))
+    close(server["model"]["encoder.0.weight"], sum(w * t for w, t in zip(sizes, encoders, strict=True)))
+    W = sum(w * t for w, t in zip(sizes, heads, strict=True))
+    close(server["trained"]["weight"], W)
+    close(server["model"]["classifier.weight"], 1.7 * W / W.norm(dim=1, keepdim=True))
+    close(server["model"]["classifier.bias"], server["trained"]["bias"])
