@@ -65,6 +65,7 @@ EVERY_FIELD: dict[str, Any] = {
     "checkpoint_every": 4,
     "keep": "best",
     "patience": 6,
+    "start": "runs/before",
     "data": {
         "source": "here/ärger \"quoted\" 'too' \\ [x] # = 猫.csv",
         "label": "kind",
@@ -312,6 +313,7 @@ WRONG: dict[str, st.SearchStrategy[Any]] = {
     "clients_per_round": below(1),
     "evaluate_every": below(1),
     "checkpoint_every": below(1),
+    "start": _NOT_TEXT,
     "data.source": _NOT_TEXT,
     "data.image_size": below(1),
     "data.imbalance": unlike("exponential", "binary", "natural"),

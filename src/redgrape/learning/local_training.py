@@ -94,7 +94,7 @@ class LocalTraining(BaseModel):
     momentum: float = Field(0.9, ge=0, lt=1, description="momentum of sgd")
     weight_decay: float = Field(0.0, ge=0, le=LARGEST, description="weight decay of the local optimizer")
     batch_size: int = Field(64, ge=1, le=10**9, description="examples per local step")
-    epochs: int = Field(5, ge=1, le=10**9, description="passes over a client's data in a round")
+    epochs: int = Field(5, ge=0, le=10**9, description="passes over a client's data in a round; 0 trains nothing")
     clip_norm: float | None = Field(
         None, gt=0, le=LARGEST, description="clip the gradient of all parameters to this global norm"
     )
@@ -164,7 +164,7 @@ class LocalTraining(BaseModel):
                 yield place(inputs[each, rows].flatten(0, 1), device), labels[each, rows].flatten().to(device)
 
     def losses(self, net: Net, site: ClientSite) -> Losses:
-        return Losses(net, self.epochs * len(site.data))
+        return Losses(net, max(1, self.epochs * len(site.data)))
 
     def report(self, net: Net, start: Tensors, losses: Losses, site: ClientSite) -> dict[str, Any]:
         """The `training_parts` that a client sends after training this net from `start`."""

@@ -34,6 +34,7 @@ from redgrape.exchange import Direction, Parts, Received, Sum
 from redgrape.learning import classifier, rebalancing
 from redgrape.learning.class_draws import balanced
 from redgrape.learning.features import features
+from redgrape.learning.margins import LEFT_OUT
 from redgrape.learning.prior import log_prior
 from redgrape.learning.schedule import Schedule, decay
 from redgrape.method import ClientSite, ServerSite, Site
@@ -41,8 +42,6 @@ from redgrape.methods.fedavg import FedAvg
 from redgrape.nets.net import Net
 from redgrape.tree import Tensors, Tree
 from redgrape.validation import LARGEST
-
-LEFT_OUT = -1e4  # added to a logit: its class has no share in the softmax, so nothing pulls its row
 
 
 class Vine(FedAvg):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import tomllib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -112,7 +112,7 @@ class RunView:
 
     @property
     def label(self) -> str:
-        return run_label(self.experiment["method"]) + gap.baseline(self.experiment)
+        return run_label(self.experiment["method"]) + gap.baseline(self.experiment) + started(self.experiment)
 
     @property
     def uses_extra_data(self) -> bool:
@@ -127,6 +127,11 @@ def run_label(method: dict[str, Any]) -> str:
     """The name of the method, with its preset unless that is `paper`."""
     name = Path(method["name"]).stem
     return name if method.get("preset", "paper") == "paper" else f"{name} ({method['preset']})"
+
+
+def started(experiment: Mapping[str, Any]) -> str:
+    """` on NAME` if the run started from the model of the run in the folder NAME, else empty."""
+    return f" on {Path(experiment['start']).name}" if "start" in experiment else ""
 
 
 def other_data(runs: Sequence[RunView]) -> dict[Path, str]:

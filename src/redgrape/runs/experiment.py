@@ -157,6 +157,7 @@ class Experiment(BaseModel):
     patience: int | None = Field(
         None, ge=1, le=10**9, description="stop if this many rounds after the best, by validation, none was better"
     )
+    start: str | None = Field(None, description="a finished run on the same split, whose model is the initial one")
     data: DataOptions = Field(default_factory=DataOptions)
     net: NetOptions = Field(default_factory=NetOptions)
     exchange: Exchange = Field(default_factory=Exchange)
@@ -221,6 +222,11 @@ class Experiment(BaseModel):
             raise ValueError(f"data.tail_classes is {list(tail)}; name some classes {allowed}, each once, not all")
 
     def _check_method(self, method: Method) -> None:
+        if method.epochs == 0 and self.start is None:
+            raise ConfigError(
+                "method.epochs is 0, which trains nothing; choose at least 1, or adjust a finished run with `redgrape "
+                "adjust`"
+            )
         if method.uses_auxiliary and self.data.auxiliary == 0:
             raise ConfigError(
                 f"method '{self.method.name}' needs a small balanced set at the server, but data.auxiliary is 0; hold "
@@ -269,7 +275,11 @@ class Experiment(BaseModel):
     def resolved(self) -> dict[str, Any]:
         """All settings as nested values. None becomes the word none, because TOML has no None. Younger keys are there
         only if they are set, so that other experiments keep their hashes."""
-        unset = {name for name, default in (("keep", "last"), ("patience", None)) if getattr(self, name) == default}
+        unset = {
+            name
+            for name, default in (("keep", "last"), ("patience", None), ("start", None))
+            if getattr(self, name) == default
+        }
         values = self.model_dump(exclude={"method", *unset}) | {"method": self.method.resolved()}
         return {name: _for_toml(value) for name, value in values.items()}
 

@@ -121,7 +121,7 @@ class Run:
                 with self._training(prepared, state) as training:
                     if state is not None:
                         check_model(state, training.build().state_dict(), self.folder)
-                    model = self.experiment.first_model(federation) if state is None else None
+                    model = first_model(self.experiment, prepared) if state is None else None
                     self._put_in_order(state)
                     if environment is not None:
                         self.folder.write_environment(environment, partition)
@@ -363,6 +363,39 @@ def discloses(experiment: Experiment, federation: FederatedData) -> dict[str, An
     return disclosures(experiment.exchange, parts, survey, method.needs_single(), federation.num_classes)
 
 
+def first_model(experiment: Experiment, prepared: Prepared) -> Tensors:
+    """The initial weights: those of the run that the experiment starts from, if it names one."""
+    model = experiment.first_model(prepared.federation)
+    if experiment.start is None:
+        return model
+    folder = RunFolder.open(Path(experiment.start))
+    if folder.environment()["split"] != prepared.environment["split"]:
+        raise DataError(
+            f"'{folder.path}' was trained on another split, so it may know test examples of this one; start from a run "
+            "with the same data and seed"
+        )
+    started: Tensors = last_state(folder).server["model"]
+    if {name: t.shape for name, t in started.items()} != {name: t.shape for name, t in model.items()}:
+        raise ConfigError(
+            f"'{folder.path}' has another net than '{experiment.net.name}'; start from a run with this net"
+        )
+    return started
+
+
+def last_state(folder: RunFolder) -> RunState:
+    """The last state of a finished run, from which another starts."""
+    if (exchange := folder.experiment().exchange).noise or exchange.class_noise:
+        raise ConfigError(
+            f"'{folder.path}' was trained with noise, and another run would use the clients' data again, outside its "
+            "account of epsilon; start from a run without noise"
+        )
+    state, _ = folder.latest()
+    summary = folder.summary() or {}
+    if state is None or state.round != summary.get("rounds") or digest_of_state(state) != summary.get("state"):
+        raise ConfigError(f"'{folder.path}' is not finished; finish it with `redgrape resume`, or name another run")
+    return state
+
+
 def check_model(state: RunState, model: Tensors, folder: RunFolder) -> None:
     """Raise StorageError if a checkpoint, which may be untrusted, holds another model."""
     stored = state.server.get("model")
@@ -374,8 +407,14 @@ def check_model(state: RunState, model: Tensors, folder: RunFolder) -> None:
 
 
 def file_digests(experiment: Experiment) -> dict[str, str]:
-    """SHA-256 of the user's code, initial weights file and pretrained encoder. The description has only their names."""
-    return _digests(experiment, with_weights=True)
+    """SHA-256 of the user's code, of the initial weights or the run that gives them, and of a pretrained encoder. The
+    description has only their names."""
+    started = {} if experiment.start is None else {experiment.start: _digest_of_start(Path(experiment.start))}
+    return _digests(experiment, with_weights=True) | started
+
+
+def _digest_of_start(run: Path) -> str:
+    return digest_of_state(last_state(RunFolder.open(run)))
 
 
 def _still_needed(experiment: Experiment) -> dict[str, str]:

@@ -37,13 +37,12 @@ if TYPE_CHECKING:
 
 
 def run(options: argparse.Namespace) -> None:
-    if folder := _new_run(options):
+    if folder := _new_run(Experiment.parse(described(options)), options):
         finish(folder, options)
 
 
-def _new_run(options: argparse.Namespace) -> RunFolder | None:
-    """The folder of the run that the options describe, when it is finished; None if it is only planned."""
-    experiment = Experiment.parse(described(options))
+def _new_run(experiment: Experiment, options: argparse.Namespace) -> RunFolder | None:
+    """The folder of a run of this experiment, when it is finished; None if it is only planned."""
     out = options.out or Path("runs") / run_name(experiment)
     if options.dry_run:
         print_plan(out, experiment, options)
@@ -62,13 +61,26 @@ def fit(options: argparse.Namespace) -> None:
 
     if options.export is not None:
         check_free(options.export)
-    if folder := _new_run(options):
+    if folder := _new_run(Experiment.parse(described(options)), options):
         model = None if options.export is None else export(folder.path, options.export)
         finish(folder, options, {} if model is None else {"model": str(model)})
         if not options.json:
             run = printable(folder.path)
             print(f"page: redgrape report {run}")
             print(f"model: redgrape export {run} MODEL" if model is None else f"model folder: {printable(model)}")
+
+
+def adjust(options: argparse.Namespace) -> None:
+    """A run of one round that starts from the model of a finished run. All clients are asked, and none trains."""
+    before = RunFolder.open(options.run).experiment().resolved()
+    changed = {"rounds": 1, "clients_per_round": "none", "start": str(options.run), "method": {"epochs": 0}}
+    values = {**before, **changed}
+    if with_method(values, options.method):
+        raise ConfigError(f"'{options.method}' names a baseline, and only the model of a run can be adjusted")
+    for assignment in options.config:
+        override(values, assignment)
+    if folder := _new_run(Experiment.parse(values), options):
+        finish(folder, options)
 
 
 def resume(options: argparse.Namespace) -> None:

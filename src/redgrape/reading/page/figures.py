@@ -31,7 +31,7 @@ from redgrape.reading import judged
 from redgrape.reading.gap import baseline
 from redgrape.reading.gap import notes as gap_notes
 from redgrape.reading.page.reading import Reading
-from redgrape.reading.run_tables import EXTRA_DATA, Result, cell, other_data, run_label
+from redgrape.reading.run_tables import EXTRA_DATA, Result, cell, other_data, run_label, started
 from redgrape.reading.terminal import printable
 from redgrape.runs.figures import FIGURES, unpacked, window
 
@@ -294,10 +294,11 @@ def _methods(keys: Sequence[str], readings: Mapping[str, Reading], runs: Mapping
     for key in keys:
         experiment = readings[key].view.experiment
         told = json.dumps(experiment["method"], sort_keys=True, default=str) + baseline(experiment)
+        told += started(experiment)
         together.setdefault(told, []).append(key)
     groups = list(together.values())
     experiments = [readings[members[0]].view.experiment for members in groups]
-    titles = [text(run_label(e["method"]) + baseline(e)) for e in experiments]
+    titles = [text(run_label(e["method"]) + baseline(e) + started(e)) for e in experiments]
     labels = _distinct(titles, [e["method"] for e in experiments])
     methods = []
     for label, members, experiment in zip(labels, groups, experiments, strict=True):
