@@ -142,8 +142,7 @@ class LocalTraining(BaseModel):
         shuffle = site.generator("batches")
         augment = site.generator("augment") if data.augment != NO_AUGMENTATION else None
         for _ in range(self.epochs):
-            order = torch.randperm(len(labels), generator=shuffle)
-            for rows in self._cut(order, has_batchnorm):
+            for rows in self._cut(self.order(site, shuffle), has_batchnorm):
                 yield place(data.inputs(rows, dtype, augment), site.device), labels[rows].to(site.device)
 
     def _batches_of_all(self, members: Sequence[ClientSite], net: Net) -> Iterator[tuple[Tensor, Tensor]]:
@@ -159,9 +158,13 @@ class LocalTraining(BaseModel):
         each = torch.arange(len(members)).unsqueeze(1)
         shuffles = [member.generator("batches") for member in members]
         for _ in range(self.epochs):
-            orders = torch.stack([torch.randperm(labels.shape[1], generator=shuffle) for shuffle in shuffles])
+            orders = torch.stack([self.order(m, shuffle) for m, shuffle in zip(members, shuffles, strict=True)])
             for rows in orders.split(self.batch_size, dim=1):
                 yield place(inputs[each, rows].flatten(0, 1), device), labels[each, rows].flatten().to(device)
+
+    def order(self, site: ClientSite, random: torch.Generator) -> Tensor:
+        """The rows of the client's data in one pass. A sampler overrides this; its passes have the same length."""
+        return torch.randperm(len(site.data), generator=random)
 
     def losses(self, net: Net, site: ClientSite) -> Losses:
         return Losses(net, max(1, self.epochs * len(site.data)))

@@ -32,6 +32,7 @@ class FedLC(FedAvg):
     tau: float = Field(1.0, ge=0, le=1000, description="the margin of a class with one example")
 
     presets: ClassVar = {"paper": {}}
+    ingredient: ClassVar[str] = "loss"
     fidelity: ClassVar[str] = (
         "from a secondary source, which states its margins; the loss as printed leaves the true class out of the "
         "denominator, is unbounded below and diverges, so here the true class is in it; a class that the client lacks "

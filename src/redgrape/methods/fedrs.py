@@ -33,6 +33,7 @@ class FedRS(FedAvg):
     )
 
     presets: ClassVar = {"paper": {}, "released": {"scale": "proportional"}}
+    ingredient: ClassVar[str] = "loss"
     fidelity: ClassVar[str] = (
         "from a secondary source, which states the paper's scale and that of the authors' code; both have a classifier "
         "without bias, and here the bias is scaled with its logit"
