@@ -177,8 +177,8 @@ def test_nobody_names_a_method() -> None:
 
 
 def test_nobody_asks_which_method_it_is() -> None:
-    """Whether it is one may be asked, and whether a section of an experiment is a mapping. A combination must know whether
-    a method's training calls what an ingredient brings."""
+    """Whether it is one may be asked, and whether a section of an experiment is a mapping. A combination must know
+    whether a method's training calls what an ingredient brings."""
     for module in FILES:
         if in_room(module, ("testing", "methods._combination")):
             continue

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import itertools
 import pickle
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 
 import redgrape as rg
 from redgrape import methods, nets, testing, tree
+from redgrape.deploy.protocol import own_parts
 from redgrape.errors import ConfigError
 from redgrape.method import Method
 from redgrape.methods._combination import CHOICES
@@ -109,6 +110,12 @@ def test_no_two_parts_write_the_same_name_of_the_state(one: str, other: str) -> 
         return {*server, *method.parts(model, server_site(3, 3))} - {*model, "model", "delta", "count", "loss"}
 
     assert not own(methods.load(one)()) & own(methods.load(other)())
+
+
+def test_sites_take_combinations_of_known_methods_only() -> None:
+    values = {"method": {"name": "vine+fedprox"}}
+    assert own_parts.here(values, {}, cast(Any, None)) == values  # no file of the site is needed
+    assert not any(methods.is_known(name) for name in ("vine+mine.py", "vine+", "", None, "vine+ fedprox"))
 
 
 def test_every_ingredient_makes_a_known_choice() -> None:

@@ -29,6 +29,11 @@ def names() -> list[str]:
     return sorted(module.name for module in pkgutil.iter_modules(__path__) if not module.name.startswith("_"))
 
 
+def is_known(name: object) -> bool:
+    """Whether a method, or a combination, of this name comes with redgrape."""
+    return isinstance(name, str) and set(name.split("+")) <= set(names())
+
+
 def load(name: str) -> type[Method]:
     """The class of a method by its name, or of your own method by its file: `load("redgrape")`, `load("mine.py")`,
     `load("vine+balanced_softmax")`."""

@@ -253,7 +253,7 @@ def _values(options: argparse.Namespace, default: Path) -> dict[str, Any]:
     options.experiment = options.experiment or default
     values = described(options)
     before = read_toml(options.experiment).get("method", {})
-    if name in methods.names() and options.experiment == default and before.get("name") != name:
+    if methods.is_known(name) and options.experiment == default and before.get("name") != name:
         values["method"] = {key: value for key, value in values["method"].items() if before.get(key) != value}
     return values
 

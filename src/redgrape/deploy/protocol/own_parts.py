@@ -40,7 +40,7 @@ def here(values: Mapping[str, Any], asked: Mapping[str, Any], folder: SiteFolder
     server's. NotAllowed if this site does not allow one, or has another."""
     made = deepcopy(dict(values))
     method, net = (made[name] if isinstance(made.get(name), dict) else {} for name in ("method", "net"))
-    if (name := method.get("name")) not in methods.names():
+    if not methods.is_known(name := method.get("name")):
         if not isinstance(name, str) or not name.endswith(".py"):
             raise ConfigError(f"the server asks for the method {str(name)[:60]!r}, which is not one of redgrape's own")
         method["name"] = str(_own_file(name, asked, folder))
