@@ -325,6 +325,23 @@ def test_compare(command: Command, toml: Path, tmp_path: Path) -> None:
     assert tree_of(tmp_path) == everything  # all are checked before one is trained
 
 
+def test_compare_takes_the_recommended_methods(command: Command) -> None:
+    def planned(*words: str) -> list[str]:
+        lines = good(command("compare", *words, "--dry-run")).out.splitlines()
+        return [line.split()[1] for line in lines]
+
+    three = list(redgrape.methods.RECOMMENDED)
+    assert planned("--recommended") == three and set(three) <= set(redgrape.methods.names())
+    assert planned("--recommended", "fedavg", "redgrape") == [*three, "redgrape"]
+    assert planned("--recommended", "--net", "efficientnet_lite0") == [*three, "lda"]
+    assert planned("--recommended", "--net", "efficientnet_lite0", "-c", "net.frozen=false") == three
+    refused = command("compare")
+    assert refused.code == 2 and "name some, or add --recommended" in refused.err and refused.err.count("\n") == 1
+    text = good(command("methods")).out
+    assert "compare --recommended" in text
+    assert "compare --recommended" not in good(command("methods", "--summable")).out
+
+
 def test_compare_takes_the_seed_of_the_experiment(command: Command, toml: Path, tmp_path: Path) -> None:
     good(command("compare", "fedavg", "--experiment", toml, "--out", "c", "--workers", 1, "--rounds", 1))
     assert (tmp_path / "c" / "fedavg-seed3" / "summary.json").exists()

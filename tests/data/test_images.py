@@ -108,8 +108,9 @@ def test_a_model_of_sixteen_bits_reads_its_kind_of_images(tmp_path: Path) -> Non
     model = load_model(export(folder.path, tmp_path / "model"))
     found = predict_file(tmp_path / "scans", model)
     assert [prediction.label for prediction in found] == ["a"] * 6 + ["b"] * 6
-    assert as_csv(found).splitlines()[0] == "name,label,probability,runner_up,runner_up_probability"
-    assert as_csv(found).splitlines()[1].startswith("a/0.png,a,")
+    titles, first, *_ = as_csv(found, model.class_names).splitlines()
+    assert titles == "name,label,probability,runner_up,runner_up_probability,p(a),p(b)"
+    assert first.startswith("a/0.png,a,") and first.count(",") == 6
     write(tmp_path / "flat.png")
     with pytest.raises(DataError, match="its mode is L, but it must have 16 bits"):
         predict_file(tmp_path / "flat.png", model)
