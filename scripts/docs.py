@@ -94,7 +94,7 @@ def sections(nav: list[dict[str, list[str]]], pages: Path) -> list[dict[str, lis
 
 def collect(pages: Path) -> None:
     """Put all pages below one folder, with links that lead there."""
-    left_out = shutil.ignore_patterns("notes", "__pycache__", "*.py", "*.ipynb")
+    left_out = shutil.ignore_patterns("notes", "__pycache__")
     shutil.copytree(ROOT / "docs", pages, ignore=left_out)
     texts = {
         path.relative_to(pages).as_posix(): ROOT / "docs" / path.relative_to(pages) for path in pages.rglob("*.md")
