@@ -278,7 +278,8 @@ def attack_sums(
 
 
 def by_bias(A: NDArray[np.float64], c: int) -> Tensor:
-    return torch.from_numpy(A[c, :-1] / A[c, -1]).float()
+    """Row c divided by its bias. A row that was left out is zero and says nothing."""
+    return torch.from_numpy(A[c, :-1] / (A[c, -1] or 1.0)).float()
 
 
 def class_gradients(net: Net, examples: rg.Examples) -> NDArray[np.float64]:

@@ -143,7 +143,7 @@ def test_a_method_overrides_few_functions() -> None:
     functions = {name for name, value in vars(Method).items() if callable(value) and not name.startswith("_")}
     variables = {name for name in Method.__class_vars__ if not name.startswith("_")}
     assert len(functions) <= 9, functions
-    assert len(variables) <= 5, variables
+    assert len(variables) <= 6, variables
 
 
 WORD = re.compile(r"\w+")
@@ -170,16 +170,17 @@ def words(module: str) -> Iterator[str]:
 
 def test_nobody_names_a_method() -> None:
     """`redgrape` is also the package, `creff` also a way to divide data among clients, and the help has examples."""
-    partition = {"data.partition": {"creff"}, "data.prepare": {"creff"}, "cli.main": {"creff", "fedavg"}}
+    partition = {"data.partition": {"creff"}, "data.prepare": {"creff"}, "cli.main": {"creff", "fedavg", "lda", "ncm"}}
     named = set(methods.names()) - {"redgrape"}
     found = {module: named & set(words(module)) for module in FILES if not in_room(module, NAMING)}
     assert {module: names for module, names in found.items() if names} == partition
 
 
 def test_nobody_asks_which_method_it_is() -> None:
-    """Whether it is one may be asked, and whether a section of an experiment is a mapping."""
+    """Whether it is one may be asked, and whether a section of an experiment is a mapping. A combination must know
+    whether a method's training calls what an ingredient brings."""
     for module in FILES:
-        if in_room(module, ("testing",)):
+        if in_room(module, ("testing", "methods._combination")):
             continue
         code = ast.unparse(parsed(module))
         asked = set(re.findall(r"isinstance\(method, ([^)]*)\)", code))

@@ -47,8 +47,9 @@ class BusyError(RedgrapeError):
 
 
 def install(extra: str) -> str:
-    """How to install an extra of redgrape. The quotes are for shells that read brackets as a pattern."""
-    return f"run `pip install 'redgrape[{extra}]'`, in a clone `pip install -e '.[{extra}]'`"
+    """How to install an extra of redgrape, which is on no package index. Some shells read brackets without quotes as a
+    pattern."""
+    return f"run `pip install -e '.[{extra}]'` in your clone of redgrape"
 
 
 def unknown(kind: str, word: str, options: Iterable[str]) -> ConfigError:

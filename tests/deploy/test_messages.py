@@ -10,11 +10,15 @@ import pytest
 
 from redgrape.deploy.protocol import messages
 from redgrape.deploy.protocol.messages import (
+    ColumnsAnswer,
+    ColumnsQuestion,
     EvaluateAnswer,
     EvaluateQuestion,
     Failure,
     JoinAnswer,
     JoinQuestion,
+    PrepareAnswer,
+    PrepareQuestion,
     Stage,
     SumAnswer,
     SumQuestion,
@@ -25,11 +29,19 @@ from redgrape.deploy.protocol.messages import (
 )
 from redgrape.deploy.protocol.wire import PROTOCOL, NotUnderstood
 
-OF_RUN: dict[str, Any] = {"deadline": 2.5, "run": "a", "experiment": "[net]"}
+OF_RUN: dict[str, Any] = {
+    "deadline": 2.5,
+    "run": "a",
+    "experiment": "[net]",
+    "files": {"a.py": "0f"},
+    "columns": {"label": "c"},
+}
 TRAIN = TrainQuestion(**OF_RUN, round=3, reach=4, state=2, state_key=9)
 SUM = SumQuestion.about(TRAIN, "s", Stage("revealed", [0, 2], [1]), deadline=9.0)
 QUESTIONS = [
     JoinQuestion(deadline=30.0, secure_aggregation=True),
+    PrepareQuestion(**OF_RUN),
+    ColumnsQuestion(**OF_RUN),
     SurveyQuestion(**OF_RUN),
     TRAIN,
     replace(TRAIN, state=None, state_key=None),
@@ -54,6 +66,8 @@ JOIN = JoinAnswer(
 ANSWERS = [
     JOIN,
     replace(JOIN, examples=None, tests=None),
+    PrepareAnswer(site=0),
+    ColumnsAnswer(site=1),
     SurveyAnswer(site=0),
     TrainAnswer(site=0, round=3, state_key=7),
     EvaluateAnswer(site=2),

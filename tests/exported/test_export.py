@@ -226,9 +226,9 @@ def test_onnx_without_its_packages(
 ) -> None:
     monkeypatch.setitem(sys.modules, "onnxscript", None)
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
-    with pytest.raises(ConfigError, match=r"pip install 'redgrape\[onnx\]'"):
+    with pytest.raises(ConfigError, match=r"pip install -e '.\[onnx\]'"):
         export(image_run.path, tmp_path / "model", "onnx")
-    with pytest.raises(ConfigError, match=r"pip install 'redgrape\[onnx\]'"):
+    with pytest.raises(ConfigError, match=r"pip install -e '.\[onnx\]'"):
         load_model(onnx_folder)
     assert not (tmp_path / "model").exists()
 

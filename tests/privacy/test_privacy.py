@@ -390,7 +390,7 @@ def test_running_statistics_are_refused() -> None:
 
 def test_a_missing_accountant_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"pip install 'redgrape\[dp\]'"):
+    with pytest.raises(ConfigError, match=r"pip install -e '.\[dp\]'"):
         account.check_installed()
 
 
@@ -444,7 +444,8 @@ def test_mechanisms_follow_from_the_parts(name: str) -> None:
     """The model once, whatever number of directions are clipped together. Of each class of class rows the sum and the
     number of clients. Noise on one of them alone counts the other as bare, and none at all counts nothing."""
     parts = parts_of(methods.load(name)())
-    rows = {"redgrape": [("prototypes", 5.0, 14)], "creff": [("class_gradients", 5.0, 14)]}.get(name, [])
+    tables = {"redgrape": "prototypes", "creff": "class_gradients", "fednh": "means"}
+    rows = [(tables[name], 5.0, 14)] if name in tables else []
     assert Exchange(clip=1.0, class_clip=1.0).mechanisms(parts, 7) == []
     both = Exchange(clip=1.0, noise=2.0, class_clip=1.0, class_noise=5.0).mechanisms(parts, 7)
     assert both == [("model", 2.0, 1), *rows]

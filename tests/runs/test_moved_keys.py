@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import runpy
 import shutil
 import tomllib
@@ -13,9 +12,14 @@ from typing import Any
 import pytest
 import tomli_w
 
+from forgery import vouch_for
 from redgrape.cli import main as cli
 from redgrape.errors import ConfigError
 from redgrape.exchange import Exchange
+from redgrape.reading import records
+from redgrape.reading.run_tables import RunView
+from redgrape.reading.suites.description import identity
+from redgrape.runs.checksums import hash_of
 from redgrape.runs.experiment import Experiment
 from redgrape.runs.moved_keys import EXCHANGE, GONE, RENAMED
 
@@ -71,49 +75,90 @@ def test_the_command_line_tells_it_in_one_line(
 # Records
 
 
-def as_of_01(record: Path, place: Path, **gone: Any) -> None:
-    """A copy of a record as 0.1 wrote it: no section [exchange], the hash of that, and a name with another hash."""
-    shutil.copytree(record, place)
-    values = tomllib.loads((record / "experiment.toml").read_text())
+FILES = ("experiment.toml", "environment.json", "metrics.jsonl", "summary.json")
+
+
+@pytest.fixture
+def run(tiny: Callable[..., Any], tmp_path: Path) -> Path:
+    toml = tmp_path / "tiny.toml"
+    toml.write_text(Experiment.parse(tiny(method={"name": "redgrape"})).to_toml())
+    assert cli.run(["run", str(toml), "--out", str(tmp_path / "run"), "--workers", "1", "--quiet"]) == 0
+    return tmp_path / "run"
+
+
+def as_of_01(run: Path, place: Path, **gone: Any) -> None:
+    """A record of this run as 0.1 wrote it: a folder, no section [exchange], the hash of that."""
+    values = tomllib.loads((run / "experiment.toml").read_text())
     exchange = values.pop("exchange")
     values["method"] |= {old: exchange[new] for old, new in EXCHANGE.items()} | {**GONE, **gone}
+    place.mkdir(parents=True)
+    for name in FILES:
+        shutil.copy(run / name, place / name)
     (place / "experiment.toml").write_text(tomli_w.dumps(values))
-    summary = (record / "summary.json").read_text()
-    (place / "summary.json").write_text(summary.replace(json.loads(summary)["experiment"], "0" * 64))
+    vouch_for(place)
+
+
+@pytest.fixture
+def migrate() -> Callable[[Path, Path], None]:
+    main: Callable[[Path, Path], None] = runpy.run_path(str(ROOT / "scripts/migrate_records.py"))["main"]
+    return main
+
+
+Migrate = Callable[[Path, Path], None]
 
 
 def contents(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-@pytest.fixture
-def migrate() -> Callable[[Path], None]:
-    main: Callable[[Path], None] = runpy.run_path(str(ROOT / "scripts/migrate_records.py"))["main"]
-    return main
-
-
-def test_records_are_migrated_once(
-    tmp_path: Path, migrate: Callable[[Path], None], capsys: pytest.CaptureFixture[str]
+def test_a_record_of_01_is_migrated_once(
+    run: Path, tmp_path: Path, migrate: Migrate, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Records of 0.1 become, byte for byte and by name, those that are under results/; a second call does nothing."""
-    chosen = sorted((ROOT / "results").glob("table1-quick/*"))[:3]
-    assert len(chosen) == 3
-    for record in chosen:
-        stem, _, _ = record.name.rpartition("-")
-        as_of_01(record, tmp_path / "table1-quick" / f"{stem}-00000000")
-    migrate(tmp_path)
-    expected = {f"table1-quick/{r.name}/{name}": data for r in chosen for name, data in contents(r).items()}
-    assert contents(tmp_path) == expected
-    assert len(capsys.readouterr().out.splitlines()) == 3
-    migrate(tmp_path)
-    assert contents(tmp_path) == expected
-    assert capsys.readouterr().out == ""
+    """It becomes what --record would write of the run today. A second call does nothing."""
+    results, view = tmp_path / "results", RunView.read(run)
+    as_of_01(run, results / "hand-quick" / "tiny-seed0-00000000")
+    migrate(results, results)
+    assert list(contents(results)) == ["hand-quick.jsonl"]
+    ((name, record),) = records.read(results / "hand-quick.jsonl").items()
+    today = Experiment.read(run / "experiment.toml")
+    assert name == f"tiny-seed0-{identity(today, {})[:8]}"
+    assert record["experiment"] == view.experiment
+    assert record["summary"]["experiment"] == hash_of(view.experiment)
+    before = contents(results)
+    capsys.readouterr()
+    migrate(results, results)
+    assert (contents(results), capsys.readouterr().out) == (before, "")
 
 
-def test_a_record_that_used_what_is_gone_is_kept_as_it_is(tmp_path: Path, migrate: Callable[[Path], None]) -> None:
-    record = min((ROOT / "results").glob("table1-quick/*"))
-    as_of_01(record, tmp_path / "table1-quick" / record.name, prototype_rank=1)
-    before = contents(tmp_path)
+def test_records_of_another_checkout_are_added_and_stay_there(run: Path, tmp_path: Path, migrate: Migrate) -> None:
+    for name in ("here", "there"):
+        place = tmp_path / name / "hand-quick" / f"{name}-seed0-00000000"
+        place.mkdir(parents=True)
+        for file in FILES:
+            shutil.copy(run / file, place / file)
+    migrate(tmp_path / "here", tmp_path / "here")
+    before = contents(tmp_path / "there")
+    migrate(tmp_path / "there", tmp_path / "here")
+    assert contents(tmp_path / "there") == before
+    names = [name.rpartition("-")[0] for name in records.read(tmp_path / "here" / "hand-quick.jsonl")]
+    assert names == ["here-seed0", "there-seed0"]
+
+
+def test_what_is_no_record_is_left_alone(
+    run: Path, tmp_path: Path, migrate: Migrate, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A run has its weights, which nobody wants to lose."""
+    before = contents(run)
+    migrate(tmp_path, tmp_path)
+    assert "not a record, left alone" in capsys.readouterr().out
+    assert contents(run) == before
+
+
+def test_a_record_that_used_what_is_gone_is_put_aside(run: Path, tmp_path: Path, migrate: Migrate) -> None:
+    results = tmp_path / "results"
+    as_of_01(run, results / "hand-quick" / "tiny-seed0-00000000", prototype_rank=1)
     for _ in range(2):
-        migrate(tmp_path)
-        assert contents(tmp_path) == {f"made-by-0.1/{name}": data for name, data in before.items()}
+        migrate(results, results)
+        assert list(contents(results)) == ["made-by-0.1/hand-quick.jsonl"]
+    (record,) = records.read(results / "made-by-0.1" / "hand-quick.jsonl").values()
+    assert record["experiment"]["method"]["prototype_rank"] == 1

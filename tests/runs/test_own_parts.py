@@ -280,10 +280,3 @@ def test_data_that_is_refused(data: Any, line: str) -> None:
     with pytest.raises(DataError) as error:
         rg.data.load(data)
     assert line in str(error.value)
-
-
-def test_sites_take_no_code(code: Path) -> None:
-    from redgrape.deploy.protocol.admission import why_refused
-
-    experiment = Experiment.parse(values(code))
-    assert "which are all that sites train" in str(why_refused(experiment, None))  # type: ignore[arg-type]

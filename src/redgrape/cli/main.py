@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 from redgrape import __version__
 from redgrape.errors import ConfigError, RedgrapeError, StorageError, enough_memory
-from redgrape.methods import WITHOUT_TRAINING
+from redgrape.methods import RECOMMENDED, WITHOUT_TRAINING
 from redgrape.reading.terminal import printable
 
 
@@ -63,6 +63,12 @@ _FLAGS: dict[str, tuple[str, Any, str]] = {
     "--clients-per-round": ("clients_per_round", int, "clients sampled per round (default: all)"),
     "--net": ("net.name", str, "cnn (default), resnet8, ..., mlp, linear, efficientnet_lite0 or file.py:function"),
     "--rounds": ("rounds", int, "communication rounds (default: 20)"),
+    "--keep": (
+        "keep",
+        str,
+        "the model of the last round (default), or of the best by validation (see data.validation)",
+    ),
+    "--patience": ("patience", int, "stop this many rounds after the best by validation (default: never)"),
     "--epochs": ("method.epochs", int, "local epochs (default: 5)"),
     "--batch-size": ("method.batch_size", int, "examples per local step (default: 64)"),
     "--lr": ("method.lr", float, "local learning rate (default: 0.01)"),
@@ -78,9 +84,10 @@ EXAMPLES = {
     ],
     "resume": ["redgrape resume runs/mine", "redgrape resume runs/mine --rounds 40"],
     "compare": [
-        "redgrape compare fedavg redgrape --net mlp --seeds 0,1,2",
+        "redgrape compare --recommended --net mlp --seeds 0,1,2",
         "redgrape compare redgrape redgrape:lam=0.5 redgrape@alone redgrape@pooled --net mlp",
     ],
+    "adjust": ["redgrape adjust runs/mine lda --out runs/mine-lda", "redgrape adjust runs/mine ncm:rho=0.5"],
     "reproduce": ["redgrape reproduce", "redgrape reproduce table1 --plan", "redgrape reproduce table1 --only mnist"],
     "sweep": [
         "redgrape sweep method.lam=0.01,0.1,1 --net mlp --seeds 0,1,2 -c data.validation=10 --on validation",
@@ -91,8 +98,8 @@ EXAMPLES = {
     "methods": ["redgrape methods --needs nothing --summable", "redgrape methods redgrape"],
     "data show": ["redgrape data show --data cifar10 --ir 100 --alpha 0.5"],
     "report": ["redgrape report runs/compare"],
-    "export": ["redgrape export runs/mine model", "redgrape export runs/mine model --format onnx"],
-    "evaluate": ["redgrape evaluate runs/mine", "redgrape evaluate model photos/"],
+    "export": ["redgrape export runs/mine model --calibrate", "redgrape export runs/mine model --format onnx"],
+    "evaluate": ["redgrape evaluate runs/mine --by-site", "redgrape evaluate model photos/"],
     "predict": ["redgrape predict model photos/ --out predictions.csv"],
 }
 WELCOME = """redgrape trains federated models on long-tailed data. To begin:
@@ -243,12 +250,22 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--method", dest="set:method.name", metavar="NAME", help=f"the method ({WITHOUT_TRAINING})")
     command.add_argument("--preset", dest="set:method.preset", metavar="NAME", help="the preset of the method")
     command.add_argument("--seed", dest="set:seed", type=int, metavar="N", help="the seed")
-    _add_experiment_flags(command, without=("--data", "--epochs", "--batch-size", "--lr"))
+    _add_experiment_flags(command, without=("--data", "--keep", "--patience", "--epochs", "--batch-size", "--lr"))
     defaults = {"method.name": WITHOUT_TRAINING, "net.name": "efficientnet_lite0", "rounds": 1}
     command.set_defaults(experiment=None, **{f"set:{key}": value for key, value in defaults.items()})
     command.add_argument("--out", type=_path, metavar="DIR", help="the run folder (default: a new one below runs/)")
     command.add_argument("--overwrite", action="store_true", help="replace a run of which no round is done")
     command.add_argument("--export", type=_path, metavar="DIR", help="also write the model to this folder")
+    _add_execution_flags(command)
+
+    command = add("adjust", "training", "give the model of a finished run another head, in one round")
+    command.add_argument("run", type=_path, help="the run folder")
+    command.add_argument("method", metavar="METHOD", help="the method, with its settings: lda, or lda:g=0.3,rho=0.5")
+    command.add_argument(
+        "-c", dest="config", action="append", default=[], metavar="KEY=VALUE", help="set any key, e.g. rounds=2"
+    )
+    command.add_argument("--out", type=_path, metavar="DIR", help="the run folder (default: a new one below runs/)")
+    command.add_argument("--overwrite", action="store_true", help="replace a run of which no round is done")
     _add_execution_flags(command)
 
     command = add("resume", "training", "continue a run, or extend a finished one")
@@ -259,9 +276,14 @@ def _parser() -> argparse.ArgumentParser:
     command = add("compare", "training", "train several methods on the same split and seeds")
     command.add_argument(
         "methods",
-        nargs="+",
+        nargs="*",
         help="methods, optionally with their own settings: redgrape:lam=0.2,exchange.preset=private; METHOD@alone "
         "trains each client by itself, METHOD@pooled on all data in one place",
+    )
+    command.add_argument(
+        "--recommended",
+        action="store_true",
+        help=f"also {', '.join(RECOMMENDED)}, and with a frozen encoder {WITHOUT_TRAINING}",
     )
     command.add_argument("--experiment", type=_path, metavar="FILE", help="a TOML file with the other settings")
     command.add_argument("--preset", dest="set:method.preset", metavar="NAME", help="the preset for all methods")
@@ -288,7 +310,7 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--seeds", type=_seeds, metavar="0,1,2", help="the seeds (default: those of the scale)")
     command.add_argument("--out", type=_path, default=Path("runs"), metavar="DIR", help="folder with the runs (runs)")
     _add_suite_flags(command)
-    command.add_argument("--record", action="store_true", help="copy finished cells to the records, without weights")
+    command.add_argument("--record", action="store_true", help="add finished cells to the records")
     command.add_argument("--no-run", action="store_true", help="write the tables from existing runs; run nothing")
     command.add_argument("--into", type=_path, metavar="FILE", help="insert the table at its marks in a Markdown page")
     _add_execution_flags(command)
@@ -381,6 +403,12 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument(
         "--format", choices=["safetensors", "onnx"], default="safetensors", help="weight format (safetensors)"
     )
+    command.add_argument(
+        "--calibrate",
+        action="store_true",
+        help="choose a temperature and thresholds on the run's validation examples, and store them in the model",
+    )
+    _add_calibration_flags(command)
     command = add("evaluate", "model", "evaluate a run on its own test set, or a model on labelled data")
     command.add_argument("model", type=_path, metavar="RUN_OR_MODEL", help="the folder of a run or of a model")
     command.add_argument(
@@ -389,12 +417,15 @@ def _parser() -> argparse.ArgumentParser:
         type=_path,
         help="a folder with one sub-folder per class, an .npz with x and y, or a table (default: a run's test set)",
     )
-    command.add_argument("--data-root", type=_path, metavar="DIR", help="folder with the data files of the run")
+    command.add_argument("--by-site", action="store_true", help="also print the figures of each site of a run")
+    _add_on_flag(command)
+    command.add_argument("--picture", type=_path, metavar="FILE", help="draw a reliability diagram (.png, .svg, .pdf)")
+    _add_calibration_flags(command)
     command.add_argument("--code", type=_path, metavar="FILE", help="the Python file of your own net")
     command = add("predict", "model", "predict the classes of new data with a model")
     command.add_argument("model", type=_path, metavar="RUN_OR_MODEL", help="the folder of a run or of a model")
     command.add_argument("data", type=_path, help="an image, a folder of images, an .npz with x, or a table")
-    command.add_argument("--out", type=_path, metavar="FILE", help="write the predictions to a CSV file")
+    command.add_argument("--out", type=_path, metavar="FILE", help="write a CSV file with all probabilities")
     command.add_argument("--code", type=_path, metavar="FILE", help="the Python file of your own net")
     _add_deployment(commands)
     return parser
@@ -428,6 +459,9 @@ def _add_deployment(commands: Any) -> None:
         "--input", choices=["uint8", "float"], default="uint8", help="pixels (uint8, the default) or floats"
     )
     command.add_argument("--image-size", type=_positive, metavar="N", help="resize images in folders to N by N")
+    command.add_argument("--label", metavar="COLUMN", help="the column of classes, if the sites' data are tables")
+    command.add_argument("--drop", metavar="A,B", help="columns of the tables that are no inputs")
+    command.add_argument("--categorical", metavar="A,B", help="columns of the tables with numbers that are names")
     command.add_argument("--tail", metavar="A,B", help="classes to report as the tail")
     command.add_argument(
         "--min-count",
@@ -455,11 +489,14 @@ def _add_deployment(commands: Any) -> None:
 
     add("server", "start and monitor the server until Ctrl-C")
     command = add("site", "take part as a site until Ctrl-C", "the site's folder")
-    command.add_argument("--data", type=_path, required=True, help="a folder with one sub-folder per class, or an .npz")
+    command.add_argument(
+        "--data", type=_path, required=True, help="a folder with one sub-folder per class, an .npz, or a table"
+    )
     command = add("run", "run or continue an experiment on the sites")
     command.add_argument("experiment", nargs="?", type=_path, help="a TOML file (default: that of the deployment)")
     command.add_argument("--method", dest="set:method.name", metavar="NAME", help="the method")
     command.add_argument("--preset", dest="set:method.preset", metavar="NAME", help="the preset of the method")
+    command.add_argument("--net", dest="set:net.name", metavar="NAME", help="the net")
     command.add_argument("--seed", dest="set:seed", type=int, metavar="N", help="the seed")
     command.add_argument("--rounds", dest="set:rounds", type=int, metavar="N", help="communication rounds")
     command.add_argument(
@@ -542,6 +579,15 @@ def _add_on_flag(command: argparse.ArgumentParser) -> None:
         default="test",
         help="the set that the table reports (default: test; see data.validation)",
     )
+
+
+def _add_calibration_flags(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--shares",
+        choices=["training", "validation"],
+        help="calibrate for these class shares (default: training, or validation if the imbalance was made)",
+    )
+    command.add_argument("--data-root", type=_path, metavar="DIR", help="folder with the data files of the run")
 
 
 def _add_execution_flags(command: argparse.ArgumentParser) -> None:

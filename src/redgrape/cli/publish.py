@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from redgrape.errors import ConfigError
-from redgrape.reading.suites import curves, tables
+from redgrape.reading.suites import curves, ranking, tables
 from redgrape.reading.terminal import printable
 
 
@@ -19,6 +19,8 @@ def publish(table: tables.Table, folder: Path, *, as_json: bool, more: Mapping[s
     if any(entry.values for entry in table.entries):
         try:
             curves.draw(table, folder / "curves.png")
+            if table.suite.ranked:
+                ranking.draw(table, folder / "ranking.png")
         except ConfigError as error:
             print(f"note: {error}", file=sys.stderr)
     if as_json:

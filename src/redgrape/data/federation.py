@@ -138,7 +138,8 @@ class Pooled:
 class Federation:
     """Clients 0 .. K-1 with their training examples, and a test set. A validation set and a small balanced auxiliary
     set for the server are optional. Examples may also be given as (x, y) or as a data set of torch or Hugging Face.
-    `columns`: how rows of a table became the inputs, if they are from one.
+    `columns`: how rows of a table became the inputs, if they are from one. `sites`: the name of each test or validation
+    example's site, empty if it is not known.
 
     Federation(clients=[Examples(x0, y0), Examples(x1, y1)], test=Examples(xt, yt), num_classes=4)
     """
@@ -197,6 +198,7 @@ class Federation:
         self.validation = validation
         self.auxiliary = auxiliary
         self.columns = columns
+        self.sites: dict[str, NDArray[np.str_]] = {}
         self.num_classes = num_classes
         self.class_names = list(class_names) if class_names is not None else [str(c) for c in range(num_classes)]
         self.client_names = [str(k) for k in (range(len(parts)) if client_names is None else client_names)]

@@ -7,11 +7,13 @@ are not comparable: see the docstring of each kind.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from redgrape import own_code
+from redgrape.data import count_matrix
+from redgrape.data.federation import Groups
 from redgrape.determinism import numpy_stream
 from redgrape.errors import ConfigError, DataError, unknown
 
@@ -20,8 +22,7 @@ if TYPE_CHECKING:
 
     Rows = NDArray[np.int64]
 
-Kind = Literal["class_dirichlet", "prior_dirichlet", "creff", "iid", "natural"]
-
+LIKE = "like:"  # and the name of a count matrix, or its file
 ATTEMPTS = 10
 CREFF_GROUP = 10
 
@@ -29,10 +30,12 @@ CREFF_GROUP = 10
 def partition(
     labels: Rows, kind: str, clients: int, alpha: float, seed: int, natural: NDArray[Any] | None = None
 ) -> list[Rows]:
-    """Each client's rows, sorted. `natural` holds each row's client for the kind of that name. That kind takes the
-    number of clients from it and needs neither `clients` nor `alpha`."""
+    """Each client's rows, sorted. `natural` holds each row's client for the kind of that name. That kind and `like:`
+    bring their number of clients, and need neither `clients` nor `alpha`."""
     if kind == "natural":
         return _by_owner(*_natural(labels, natural))
+    if kind.startswith(LIKE):
+        return _by_owner(*_like(labels, kind.removeprefix(LIKE), seed))
     check_kind(kind)
     if clients < 1:
         raise ConfigError(f"clients is {clients}; there must be at least 1")
@@ -47,9 +50,28 @@ def partition(
 
 def check_kind(kind: str) -> str:
     """The kind itself. Raise ConfigError if there is none of this name."""
-    if kind not in KINDS and kind != "natural" and not own_code.is_own(kind):
-        raise unknown("partition", kind, [*KINDS, "natural"])
+    if kind.startswith(LIKE):
+        count_matrix.check_name(kind.removeprefix(LIKE))
+    elif kind not in KINDS and kind != "natural" and not is_own(kind):
+        raise unknown("partition", kind, [*KINDS, "natural", *(f"{LIKE}{name}" for name in count_matrix.names())])
     return kind
+
+
+def brings_clients(kind: str) -> bool:
+    """Whether this kind says how many clients there are."""
+    return kind == "natural" or kind.startswith(LIKE)
+
+
+def is_own(kind: str) -> bool:
+    """Whether this kind is the name of the user's own code."""
+    return own_code.is_own(kind) and not kind.startswith(LIKE)
+
+
+def client_names(kind: str, natural: NDArray[Any] | None) -> list[str] | None:
+    """The names of the clients, in the order of the parts, if this kind knows them."""
+    if kind.startswith(LIKE):
+        return count_matrix.read(kind.removeprefix(LIKE)).clients
+    return [str(name) for name in np.unique(natural)] if kind == "natural" and natural is not None else None
 
 
 def _own(name: str, labels: Rows, clients: int, alpha: float, seed: int) -> Rows:
@@ -157,6 +179,52 @@ def _iid(labels: Rows, clients: int, alpha: float, seed: int) -> Rows:
     return owner
 
 
+def _client_lt(labels: Rows, clients: int, alpha: float, seed: int) -> Rows:
+    """The tail is with few clients; all else is as in `iid`: equal sizes, and the other classes at random.
+
+    One draw q ~ Dir(alpha 1_K) divides every tail class, so that the same clients hold the whole tail. The expected
+    sum of q_k^2, one over the effective number of holders, is (alpha + 1) / (K alpha + 1). What exceeds the size of a
+    client goes to the others at random.
+    """
+    random = numpy_stream(seed, "partition client_lt")
+    sizes = np.array([len(part) for part in np.array_split(labels, clients)])
+    share = _dirichlet(random, np.full(clients, alpha))
+    owner = np.full(len(labels), -1)
+    for c in Groups.by_count(np.bincount(labels).tolist()).tail:
+        rows = random.permutation(np.flatnonzero(labels == c))
+        owner[rows] = _cut(len(rows), share)
+    for client in np.flatnonzero(np.bincount(owner[owner >= 0], minlength=clients) > sizes):
+        owner[random.permutation(np.flatnonzero(owner == client))[sizes[client] :]] = -1
+    rest = random.permutation(np.flatnonzero(owner < 0))
+    owner[rest] = np.repeat(np.arange(clients), sizes - np.bincount(owner[owner >= 0], minlength=clients))
+    return owner
+
+
+def _like(labels: Rows, name: str, seed: int) -> tuple[Rows, int]:
+    """Each class is cut among the clients in the proportions of a class of a count matrix: the most frequent class as
+    the most frequent one there, and so on; with more classes here, several follow the same one there.
+
+    The sizes of classes stay what they are.
+    """
+    matrix = count_matrix.read(name)
+    random = numpy_stream(seed, "partition like")
+    here = np.argsort(-np.bincount(labels), kind="stable")
+    there = np.argsort(-matrix.counts.sum(axis=0), kind="stable")
+    owner = np.empty(len(labels), dtype=np.int64)
+    for rank, c in enumerate(here):
+        of_class = matrix.counts[:, there[rank * len(there) // len(here)]]
+        rows = random.permutation(np.flatnonzero(labels == c))
+        if len(rows):
+            owner[rows] = _cut(len(rows), of_class / of_class.sum())
+    sizes = np.bincount(owner, minlength=len(matrix.clients))
+    if not sizes.all():
+        raise DataError(
+            f"client '{matrix.clients[int(sizes.argmin())]}' of '{LIKE}{name}' would get none of {len(labels)} "
+            "training examples; choose larger data, or another partition"
+        )
+    return owner, len(matrix.clients)
+
+
 def _natural(labels: Rows, natural: NDArray[Any] | None) -> tuple[Rows, int]:
     """The clients that the data names, numbered in sorted order; those without rows drop out."""
     if natural is None:
@@ -169,7 +237,13 @@ def _natural(labels: Rows, natural: NDArray[Any] | None) -> tuple[Rows, int]:
     return owner.astype(np.int64), len(names)
 
 
-KINDS = {"class_dirichlet": _class_dirichlet, "prior_dirichlet": _prior_dirichlet, "creff": _creff, "iid": _iid}
+KINDS = {
+    "class_dirichlet": _class_dirichlet,
+    "prior_dirichlet": _prior_dirichlet,
+    "creff": _creff,
+    "iid": _iid,
+    "client_lt": _client_lt,
+}
 
 
 def _by_owner(owner: Rows, clients: int) -> list[Rows]:

@@ -27,7 +27,7 @@ from redgrape.data.augment import Augment
 from redgrape.data.examples import WHITE, Examples, Pixels
 from redgrape.data.federation import Federation, Groups
 from redgrape.data.images import LARGEST_SIDE
-from redgrape.data.partition import check_kind, partition
+from redgrape.data.partition import check_kind, client_names, partition
 from redgrape.data.sources import AS_THEY_ARE, READERS, Source, load
 from redgrape.data.table import SUFFIXES, Columns, Roles, is_table
 from redgrape.errors import ConfigError, DataError, unknown
@@ -88,11 +88,11 @@ class DataOptions(BaseModel):
     head_cap: int | None = Field(None, ge=1, le=10**9, description="no class keeps more training examples than this")
     partition: Annotated[str, AfterValidator(_known_partition)] = Field(
         "class_dirichlet",
-        description="class_dirichlet, prior_dirichlet, creff, iid, natural (the clients that the data names), or a "
-        "function: file.py:function",
+        description="class_dirichlet, prior_dirichlet, creff, iid, client_lt (the tail with few clients), natural (the "
+        "clients that the data names), like:MATRIX (fed_isic2019, fars or a .csv), or a function: file.py:function",
     )
     alpha: float = Field(1.0, ge=1e-6, le=LARGEST, description="Dirichlet concentration: small is more skewed")
-    clients: int = Field(10, ge=1, le=10**6, description="number of clients; the natural partition brings its own")
+    clients: int = Field(10, ge=1, le=10**6, description="number of clients; natural and like: bring their own")
     pooled: bool = Field(False, description="one client with all clients' examples: what no federation could do")
     alone: str | None = Field(None, description="only the client of this name: what it reaches without the others")
     validation: int = Field(0, ge=0, le=10**9, description="training examples of each class held out for validation")
@@ -177,15 +177,13 @@ def prepare(options: DataOptions, seed: int, root: Path | None = None, source: S
     rows = remaining[longtail.choose(labels[remaining], sizes, seed)]
     natural = None if source.clients is None else source.clients[rows]
     parts = partition(labels[rows], options.partition, options.clients, options.alpha, seed, natural)
-    client_names = None
-    if natural is not None and options.partition == "natural":
-        client_names = [str(name) for name in np.unique(natural)]  # in the order of the parts
+    names = client_names(options.partition, natural)
     parts = [rows[part] for part in parts]
     groups = Groups.by_count(np.bincount(labels[rows], minlength=num_classes).tolist(), tail)
     if options.pooled:
-        parts, client_names = [rows], ["all"]
+        parts, names = [rows], ["all"]
     if options.alone is not None:
-        parts, client_names = [_part_of(options.alone, parts, client_names)], [options.alone]
+        parts, names = [_part_of(options.alone, parts, names)], [options.alone]
     train, test, columns = _fitted(source, parts)
     federation = Federation.from_parts(
         replace(train, augment=augmentation(options, train.x.dim())),
@@ -195,11 +193,15 @@ def prepare(options: DataOptions, seed: int, root: Path | None = None, source: S
         validation=train.take(held_out) if options.validation else None,
         auxiliary=train.take(auxiliary) if options.auxiliary else None,
         class_names=source.class_names,
-        client_names=client_names,
+        client_names=names,
         tail=tail,
         columns=columns,
     )
     federation.groups = groups  # a client alone is judged by the head and tail of all
+    if source.test_clients is not None:
+        federation.sites["test"] = source.test_clients.astype(str)
+    if source.clients is not None and options.validation:
+        federation.sites["validation"] = source.clients[held_out].astype(str)
     return federation
 
 

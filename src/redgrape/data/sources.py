@@ -37,6 +37,7 @@ class Source:
     """Data before it is divided: training and test examples, which share no row.
 
     clients: the natural partition, each training row's client by number or name, if the data names clients.
+    test_clients: the same for the test rows; empty if it is not known.
     raw: the table that the rows are of, if there is one. Its columns have yet to be fitted to the clients' rows; x of
     the examples only stands for them.
     """
@@ -47,6 +48,7 @@ class Source:
     class_names: list[str]
     clients: NDArray[Any] | None = None
     raw: table.Raw | None = None
+    test_clients: NDArray[Any] | None = None
 
 
 @dataclass(frozen=True)

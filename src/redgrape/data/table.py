@@ -15,8 +15,9 @@ import itertools
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn, Self
@@ -230,8 +231,8 @@ class Sums:
 
     rows: int
     known: int  # rows with a value
-    total: float  # of the values, if they are numbers
-    squares: float
+    total: Fraction  # of the values, if they are numbers; exact, so that the order of the sites changes nothing
+    squares: Fraction
     counts: Counter[str]  # rows with each category, if they are categories
 
     @classmethod
@@ -240,9 +241,10 @@ class Sums:
         present = np.array([bool(value) for value in cells.values])
         if not is_number:
             named = Counter({v: int(n) for v, n in zip(cells.values, counts, strict=True) if v and n})
-            return cls(len(rows), int(counts[present].sum()), 0.0, 0.0, named)
-        n, v = counts[present], np.array(cells.numbers, np.float64)[present]
-        return cls(len(rows), int(n.sum()), math.fsum(n * v), math.fsum(n * v * v), Counter())
+            return cls(len(rows), int(counts[present].sum()), Fraction(), Fraction(), named)
+        codes = cells.codes[rows]
+        v = np.array(cells.numbers, np.float64)[codes[present[codes]]]
+        return cls(len(rows), len(v), Fraction(math.fsum(v)), Fraction(math.fsum(v * v)), Counter())
 
     def __add__(self, other: Sums) -> Sums:
         return Sums(
@@ -270,16 +272,20 @@ class Column(BaseModel):
         can_be_missing = sums.known < sums.rows
         if not is_number:
             return cls(name=name, can_be_missing=can_be_missing, categories=sorted(sums.counts))
-        mean, square = sums.total / sums.known, sums.squares / sums.known
+        return cls(name=name, can_be_missing=can_be_missing).scaled(sums.known, sums.total, sums.squares)
+
+    def scaled(self, known: int, total: Fraction, squares: Fraction) -> Column:
+        """The same column, scaled by these sums over its known values."""
+        mean, square = total / known, squares / known
         variance = square - mean**2
         std = math.sqrt(variance) if variance > CONSTANT * square else 1.0
-        return cls(name=name, can_be_missing=can_be_missing, mean=mean, std=std)
+        return self.model_copy(update={"mean": float(mean), "std": std})
 
     @property
     def width(self) -> int:
         return (1 if self.categories is None else len(self.categories)) + self.can_be_missing
 
-    def fill(self, inputs: NDArray[np.float32], cells: Cells, where: str) -> None:
+    def fill(self, inputs: NDArray[Any], cells: Cells, where: str) -> None:
         """Write the inputs [rows, width] of these cells. They are zero before."""
         missing = np.array([not value for value in cells.values])
         if self.can_be_missing:
@@ -326,13 +332,18 @@ class Columns(BaseModel):
     def width(self) -> int:
         return sum(column.width for column in self.columns)
 
-    def inputs(self, table: Table) -> NDArray[np.float32]:
-        """The inputs [rows, width] of a table, which may hold other columns too."""
-        inputs = np.zeros((len(table), self.width), np.float32)
+    def places(self) -> Iterator[tuple[Column, int]]:
+        """Each column, and the place of its first input."""
         start = 0
         for column in self.columns:
-            column.fill(inputs[:, start : start + column.width], table[column.name], table.where)
+            yield column, start
             start += column.width
+
+    def inputs(self, table: Table, dtype: type[np.floating[Any]] = np.float32) -> NDArray[Any]:
+        """The inputs [rows, width] of a table, which may hold other columns too."""
+        inputs = np.zeros((len(table), self.width), dtype)
+        for column, start in self.places():
+            column.fill(inputs[:, start : start + column.width], table[column.name], table.where)
         return inputs
 
 

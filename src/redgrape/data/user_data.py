@@ -69,12 +69,12 @@ def of_table(table: Table, roles: Roles, seed: int, name: str) -> Source:
         raise DataError(
             f"{table.where} gives {len(train)} training and {len(test)} test examples; both need at least one"
         )
-    clients = None
-    if roles.site is not None:
-        sites, owner = table.names(roles.site, "site")
-        whole = all(site.isdecimal() and len(site) < 10 for site in sites)
-        clients = np.array([int(site) for site in sites] if whole else sites)[owner][train_rows]
-    return Source(name, train, test, class_names, clients, inputs)
+    if roles.site is None:
+        return Source(name, train, test, class_names, raw=inputs)
+    sites, owner = table.names(roles.site, "site")
+    whole = all(site.isdecimal() and len(site) < 10 for site in sites)
+    clients = np.array([int(site) for site in sites] if whole else sites)[owner]
+    return Source(name, train, test, class_names, clients[train_rows], inputs, clients[test_rows])
 
 
 def held_out_rows(labels: Rows, num_classes: int, seed: int) -> Rows:
@@ -100,8 +100,10 @@ def _from_images(
         test_rows = held_out_rows(labels, len(pictures.class_names), seed) if hold_out else np.zeros(0, np.int64)
     x: Any = pictures.images
     train_rows, train, test = _split(Examples(x, labels), test_rows)
-    clients = None if pictures.sites is None else pictures.sites[train_rows]
-    return Source(path.stem, train, test, pictures.class_names, clients)
+    if pictures.sites is None:
+        return Source(path.stem, train, test, pictures.class_names)
+    clients, test_clients = (pictures.sites[rows] for rows in (train_rows, test_rows))
+    return Source(path.stem, train, test, pictures.class_names, clients, test_clients=test_clients)
 
 
 def from_arrays(arrays: Any, path: Path | str, seed: int, hold_out: bool) -> Source:
@@ -113,6 +115,7 @@ def from_arrays(arrays: Any, path: Path | str, seed: int, hold_out: bool) -> Sou
         raise DataError(f"{path}: x holds no examples")
     _same_length(path, "y", y, x)
     clients = _numbers_or_names(arrays["client"], f"{path}: client") if "client" in arrays else None
+    test_clients = None
     if clients is not None:
         _same_length(path, "client", clients, x)
     if apart:
@@ -125,16 +128,20 @@ def from_arrays(arrays: Any, path: Path | str, seed: int, hold_out: bool) -> Sou
                 f"{path}: a row of x_test is {x_test.dtype} {x_test.shape[1:]}, a row of x {x.dtype} {x.shape[1:]}"
             )
         train, test = Examples(x, y), Examples(x_test, y_test)
+        if "client_test" in arrays:
+            test_clients = _numbers_or_names(arrays["client_test"], f"{path}: client_test")
+            _same_length(path, "client_test", test_clients, x_test)
     else:
         if "test" in arrays:
             test_rows = rows_for_test(arrays, len(y))
         else:
             test_rows = held_out_rows(y, len(names), seed) if hold_out else np.zeros(0, np.int64)
         train_rows, train, test = _split(Examples(x, y), test_rows)
-        clients = None if clients is None else clients[train_rows]
+        if clients is not None:
+            clients, test_clients = clients[train_rows], clients[test_rows]
     if len(train) == 0 or (len(test) == 0 and hold_out):
         raise DataError(f"{path} gives {len(train)} training and {len(test)} test examples; both need at least one")
-    return Source(Path(path).stem, train, test, names, clients)
+    return Source(Path(path).stem, train, test, names, clients, test_clients=test_clients)
 
 
 class Arrays:

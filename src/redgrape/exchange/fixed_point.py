@@ -6,16 +6,22 @@ Whole numbers stay unchanged. A real number x becomes the whole number nearest t
     error of a sum         at most n 2^-29; of a mean by weights that add up to w, n 2^-29 / w
 
 Nothing is clipped: a number out of range is an error at the site that has it.
+
+Where a sum must be exact, a number of float64 becomes several whole numbers (`exact`): a multiple of 2^-1074, as all
+such numbers are, in pieces of 48 bits. So it may be up to 2^270, with up to 512 sites.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from fractions import Fraction
 from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from redgrape import tree
 from redgrape.errors import Diverged
@@ -23,6 +29,7 @@ from redgrape.tree import Tensors, Tree
 
 FRACTION = 28  # bits after the point
 BITS = 62  # of a number, with its sign
+SMALLEST, PIECE, PIECES = 1074, 48, 28  # of exact sums
 
 Numbers: TypeAlias = NDArray[np.int64]
 Layout: TypeAlias = list[tuple[str, str, list[int]]]  # name, "real" or "whole", shape; equal at all sites
@@ -59,6 +66,24 @@ def decode(layout: Layout, total: Numbers) -> dict[str, Any]:
         values = torch.from_numpy(total[begins:ends].copy()).reshape(shape)
         flat[name] = values.double() / 2**FRACTION if kind == "real" else values
     return tree.unflatten(flat)
+
+
+def exact(values: Sequence[float]) -> Tensor:
+    """Whole numbers [values, pieces] whose sums over the sites lose nothing."""
+    pieces = []
+    for value in values:
+        numerator, denominator = value.as_integer_ratio()
+        whole, sign = abs(numerator) * (2**SMALLEST // denominator), -1 if value < 0 else 1
+        if whole >> (PIECE * PIECES):
+            raise Diverged(f"{value:.3g} is beyond the range of an exact sum")
+        pieces += [sign * (whole >> (PIECE * i) & (2**PIECE - 1)) for i in range(PIECES)]
+    return torch.tensor(pieces, dtype=torch.int64).reshape(len(values), PIECES)
+
+
+def of_exact(pieces: Tensor) -> list[Fraction]:
+    """The numbers from sums of their pieces."""
+    rows: list[list[int]] = pieces.tolist()
+    return [Fraction(sum(n << (PIECE * i) for i, n in enumerate(row)), 2**SMALLEST) for row in rows]
 
 
 def length(layout: Layout) -> int:

@@ -105,6 +105,11 @@ def class_rows(parts: Mapping[str, Part]) -> dict[str, ClassRows]:
     return {name: part for name, part in parts.items() if isinstance(part, ClassRows)}
 
 
+def class_sums(parts: Mapping[str, Part]) -> list[str]:
+    """The sums over the examples of each class. Of a single client they are like rows of its classes."""
+    return [name for name, part in parts.items() if isinstance(part, Sum) and part.counted]
+
+
 def directions(parts: Mapping[str, Part]) -> list[str]:
     """The parts with a common bound on their length, ordered by name: those that the server steps along or adds up."""
     return sorted(name for name, part in parts.items() if isinstance(part, Direction | Sum))

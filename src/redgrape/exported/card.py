@@ -188,7 +188,7 @@ def _data(run: Mapping[str, Any]) -> str:
     largest, smallest = max(counts), min(counts)
     ratio = f"{largest / smallest:.1f}" if smallest else "unbounded, because a class has no example"
     asked = f", made with an imbalance ratio of {data['ir']:g}" if data["imbalance"] != "natural" else ""
-    alpha = f" with alpha {data['alpha']:g}" if data["partition"] not in ("iid", "natural") else ""
+    alpha = f" with alpha {data['alpha']:g}" if judged.has_alpha(data["partition"]) else ""
     return bullets(
         [
             f"source: {plain(data['source'])}",
@@ -226,9 +226,21 @@ def _limits(card: Mapping[str, Any]) -> str:
             "overall accuracy.",
             "The figures hold for test data from the same source. On other data, or with other class shares, "
             "measure again (`redgrape.exported.inference.evaluate_model`).",
-            "Its probabilities are not calibrated.",
+            _calibration(card),
             "It is a research result. Do not let it make decisions about people's health, safety, rights or money.",
         ]
+    )
+
+
+def _calibration(card: Mapping[str, Any]) -> str:
+    chosen = card.get("calibration")
+    if chosen is None:
+        return "Its probabilities are not calibrated."
+    onnx = " The logits of model.onnx are those before." if card["weights"]["format"] == "onnx" else ""
+    return (
+        f"Its probabilities were calibrated on {chosen['examples']} validation examples, for the class shares of "
+        f"{chosen['shares']}: logits are divided by {chosen['temperature']:.3f}. The class with the highest ratio of "
+        f"probability to threshold is chosen; model.json has the thresholds. The figures above are those before.{onnx}"
     )
 
 

@@ -58,12 +58,13 @@ def check_free(out: Path) -> None:
             raise ConfigError(f"'{out}' already exists and is not an empty folder; choose another")
 
 
-def export(run: Path, out: Path, format: Format = "safetensors") -> Path:
-    """Write the model of the newest checkpoint to the folder `out`. The folder is created atomically."""
+def export(run: Path, out: Path, format: Format = "safetensors", calibration: Mapping[str, Any] | None = None) -> Path:
+    """Write the model of the newest checkpoint to the folder `out`. The folder is created atomically. `calibration`: of
+    this run's model, as `OwnModel.calibration` gives it."""
     if format not in WEIGHTS:
         raise unknown("format", format, WEIGHTS)
     check_free(out)
-    card, weights, disclosed, _ = _described(run, format)
+    card, weights, disclosed, _ = _described(run, format, calibration)
     files = {
         WEIGHTS[format]: weights,
         "model.json": json.dumps(card, indent=2, allow_nan=False).encode() + b"\n",
@@ -81,7 +82,9 @@ def open_model(path: Path, code: Path | None = None) -> Model:
     return Model(card, torch_forward(weights, Description.model_validate(card), path, own_net))
 
 
-def _described(run: Path, format: Format) -> tuple[dict[str, Any], bytes, str, str | None]:
+def _described(
+    run: Path, format: Format, calibration: Mapping[str, Any] | None = None
+) -> tuple[dict[str, Any], bytes, str, str | None]:
     """The content of model.json, the weights, what the method discloses, and where the user's own net is."""
     folder = RunFolder.open(run)
     view = RunView.read(run)
@@ -91,9 +94,8 @@ def _described(run: Path, format: Format) -> tuple[dict[str, Any], bytes, str, s
     try:
         net = NetOptions.parse(view.experiment["net"])
         shape, classes = tuple(environment["input"]["shape"]), len(environment["class_names"])
-        inputs = (pretrained.features(net.name, shape, net.size),) if net.is_frozen else shape
         with torch.device("meta"):
-            expected = nets.build(**net.trained, shape=inputs, num_classes=classes, seed=0).state_dict()
+            expected = nets.build(**net.trained, shape=net.inputs(shape), num_classes=classes, seed=0).state_dict()
     except (KeyError, TypeError, RuntimeError) as error:
         raise StorageError(
             f"'{run / 'environment.json'}' is damaged: input and classes are missing or invalid"
@@ -109,6 +111,7 @@ def _described(run: Path, format: Format) -> tuple[dict[str, Any], bytes, str, s
         "dtype": str(model["classifier.weight"].dtype).removeprefix("torch."),
         "input": environment["input"] | ({"letterbox": True} if view.experiment["data"].get("letterbox") else {}),
         "class_names": environment["class_names"],
+        **({} if calibration is None else {"calibration": dict(calibration)}),
         "run": _facts(view, state, environment),
     }
     description = Description.model_validate(card)
@@ -142,10 +145,13 @@ def _with_encoder(head: Tensors, net: NetOptions, description: Description, envi
 
 
 def newest_state(folder: RunFolder, view: RunView) -> RunState:
-    """The state of the newest intact checkpoint. For a finished run, only that of the last round is accepted."""
-    state, wrong = folder.latest()
-    last = view.experiment["rounds"]
-    if view.rounds_done == last and (state is None or state.round < last):
+    """The state of the newest intact checkpoint. For a finished run, only that of the last round is accepted, or that
+    of the best if the experiment keeps it."""
+    summary = view.summary or {}
+    kept = summary.get("best_round")
+    state, wrong = (folder.state_after(kept), list[str]()) if kept else folder.latest()
+    last = kept or summary.get("stopped_after", view.experiment["rounds"])
+    if (view.summary or view.rounds_done == last) and (state is None or state.round < last):
         reason = "; ".join(wrong) or f"it has no checkpoint of round {last}"
         raise StorageError(
             f"'{folder.path}' is finished, but its model is lost: {reason}; run `redgrape resume` to compute it again"
@@ -234,13 +240,16 @@ def _onnx(model: Tensors, description: Description, net_name: str) -> bytes:
     finally:
         log.setLevel(level)
     assert program is not None  # it is None only if a file is written
-    return _bare(program.model_proto)
+    return _bare(program.model_proto, description)
 
 
-def _bare(proto: Any) -> bytes:
-    """Remove the notes of the exporter. They hold stack traces, and thus paths of this machine."""
+def _bare(proto: Any, description: Description) -> bytes:
+    """Remove the notes of the exporter. They hold stack traces, and thus paths of this machine. Add the calibration
+    for programs that read the graph without model.json."""
     graph = proto.graph
     for part in (proto, graph, *graph.node, *graph.input, *graph.output, *graph.value_info, *graph.initializer):
         part.ClearField("metadata_props")
         part.ClearField("doc_string")
+    for key, value in ({} if description.calibration is None else description.calibration.model_dump()).items():
+        proto.metadata_props.add(key=key, value=json.dumps(value))
     return bytes(proto.SerializeToString(deterministic=True))

@@ -7,7 +7,7 @@ import io
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import astuple, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -20,40 +20,51 @@ from redgrape.data.table import Columns, Table, is_table, read
 from redgrape.errors import DataError
 from redgrape.exported.model import Model
 from redgrape.learning import evaluation, sums
+from redgrape.learning.calibration import Calibration
 from redgrape.learning.sums import BATCH
+from redgrape.reading.judged import FEW
 from redgrape.runs import durable
 from redgrape.tree import Tensors
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    Sites = NDArray[np.str_]
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """The predicted class of an example, and the runner-up."""
+    """The predicted class of an example, the runner-up, and the probability of every class."""
 
     name: str
     label: str
     probability: float
     runner_up: str
     runner_up_probability: float
+    probabilities: dict[str, float]
 
 
 def predict_file(path: Path, model: Model) -> list[Prediction]:
     """Predict an image, each image in a folder, each row of `x` in an .npz file, or each row of a table."""
     inputs, names = read_inputs(path, model)
-    z = model.logits(inputs)
-    p = z.softmax(dim=1)
-    order = z.argsort(dim=1, descending=True, stable=True)
+    z = model.scaled_logits(inputs)
+    order = model.judged(z).argsort(dim=1, descending=True, stable=True)[:, :2]
+    known = model.class_names
     return [
-        Prediction(name, model.class_names[a], float(p[row, a]), model.class_names[b], float(p[row, b]))
-        for row, (name, (a, b)) in enumerate(zip(names, order[:, :2].tolist(), strict=True))
+        Prediction(name, known[a], p[a], known[b], p[b], dict(zip(known, p, strict=True)))
+        for name, (a, b), p in zip(names, order.tolist(), z.softmax(dim=1).tolist(), strict=True)
     ]
 
 
-def as_csv(predictions: Sequence[Prediction]) -> str:
-    """A line of titles, and a line for each prediction."""
+def as_csv(predictions: Sequence[Prediction], class_names: Sequence[str]) -> str:
+    """A line of titles, and a line for each prediction. The last columns are the probabilities of all classes."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    writer.writerow([field.name for field in fields(Prediction)])
-    writer.writerows(astuple(prediction) for prediction in predictions)
+    columns = [field.name for field in fields(Prediction) if field.name != "probabilities"]
+    writer.writerow([*columns, *(f"p({name})" for name in class_names)])
+    for prediction in predictions:
+        *first, probabilities = astuple(prediction)
+        writer.writerow([*first, *probabilities.values()])
     return text.getvalue()
 
 
@@ -167,20 +178,47 @@ def _decoded(files: Sequence[Path], model: Model) -> Any:
 
 
 def evaluate_model(model: Model, examples: Examples, groups: Groups | None = None) -> dict[str, Any]:
-    """Evaluate the model on examples whose labels are indices of its classes; `evaluation.detailed` has the figures."""
+    """Evaluate the model on examples whose labels are indices of its classes; `evaluation.detailed` has the figures. If
+    the model is calibrated, they are those before, and `calibrated` has those after."""
     if len(examples) == 0:
         raise DataError("there are no examples to evaluate")
     C = len(model.class_names)
     examples = model.arranged(examples)
     examples.check(C, "evaluation data")
-    batches = ((model.batch_logits(examples, s), examples.labels[s : s + BATCH]) for s in sums.batch_starts(examples))
-    return evaluate_batches(batches, groups or Groups((), (), ()), model.class_names)
+
+    def batches() -> Iterator[tuple[Tensor, Tensor]]:
+        for start in sums.batch_starts(examples):
+            yield model.batch_logits(examples, start), examples.labels[start : start + BATCH]
+
+    place = (groups or Groups((), (), ()), model.class_names)
+    found = evaluate_batches(batches(), *place)
+    if model.calibration is None:
+        return found
+    after = calibrated_figures(batches(), *place, model.calibration)
+    return {**found, "calibration": model.calibration.model_dump(), "calibrated": after}
+
+
+AFTER = ("accuracy", "balanced", "macro_f1", "head", "middle", "tail", "nll", "brier", "ece", "reliability")
+
+
+def calibrated_figures(
+    batches: Iterable[tuple[Tensor, Tensor]], groups: Groups, class_names: Sequence[str], chosen: Calibration
+) -> dict[str, Any]:
+    """What calibration changes, after it."""
+    scaled = ((chosen.scaled(z), y) for z, y in batches)
+    found = evaluate_batches(scaled, groups, class_names, offsets=chosen.offsets)
+    return {name: found[name] for name in AFTER}
 
 
 def evaluate_batches(
-    batches: Iterable[tuple[Tensor, Tensor]], groups: Groups, class_names: Sequence[str]
+    batches: Iterable[tuple[Tensor, Tensor]],
+    groups: Groups,
+    class_names: Sequence[str],
+    sites: Sites | None = None,
+    offsets: Tensor | None = None,
 ) -> dict[str, Any]:
-    """All figures from logits and labels, batch by batch."""
+    """All figures from logits and labels, batch by batch; also those of each site if the `sites` of the examples are
+    given. `offsets`: see `sums.of_logits`."""
     more: Tensors = {}
 
     def passed_on() -> Iterator[tuple[Tensor, Tensor]]:
@@ -189,5 +227,10 @@ def evaluate_batches(
                 more[name] = more[name].add_(t) if name in more else t
             yield z, y
 
-    scores = evaluation.combine([sums.of_logits(passed_on())])
-    return {**evaluation.detailed(scores, more, groups, class_names), "confusion": scores.confusion_cells()}
+    total = sums.of_logits(passed_on(), offsets)
+    scores = evaluation.combine([total])
+    found = {**evaluation.detailed(scores, more, groups, class_names), "confusion": scores.confusion_cells()}
+    if sites is None:
+        return found
+    rows = evaluation.by_site(total["cells"], sites, groups, len(class_names))
+    return {**found, "sites": rows, "worst_sites": evaluation.worst_sites(rows, FEW)}

@@ -20,6 +20,7 @@ from redgrape.data.examples import WHITE, Examples, Pixels
 from redgrape.data.table import Columns, listed, of_frame
 from redgrape.determinism import same_bits_everywhere
 from redgrape.errors import ConfigError, DataError, install
+from redgrape.learning.calibration import Calibration
 from redgrape.learning.sums import BATCH
 from redgrape.nets import pretrained
 from redgrape.nets.net import Net
@@ -70,6 +71,13 @@ class Description(BaseModel):
     dtype: Literal["float16", "bfloat16", "float32", "float64"]
     input: _Input
     class_names: list[str] = Field(min_length=2)
+    calibration: Calibration | None = None
+
+    @model_validator(mode="after")
+    def _every_class_has_a_threshold(self) -> Self:
+        if self.calibration is not None and len(self.calibration.thresholds) != len(self.class_names):
+            raise ValueError(f"{len(self.calibration.thresholds)} thresholds for {len(self.class_names)} classes")
+        return self
 
     def build(self, name: str | None = None) -> Net:
         """The net, with random weights. `name`: where a user's own net is, since the description has no paths."""
@@ -84,6 +92,7 @@ class Model:
     model.predict(x)      # class names
     model(x)              # probabilities, one row per example
 
+    A calibrated model scales its probabilities by a temperature, and decides by thresholds (learning/calibration.py).
     A model trained on a table takes a DataFrame with its columns, or what `columns.inputs` makes of a table.
     `card` is the content of model.json: how the model was trained, on what data, and how well it performs.
     """
@@ -97,6 +106,8 @@ class Model:
         self.dtype: str = card["input"]["dtype"]
         table = card["input"].get("table")
         self.columns = None if table is None else Columns.model_validate(table)
+        chosen = card.get("calibration")
+        self.calibration = None if chosen is None else Calibration.model_validate(chosen)
         self._forward = forward
 
     @property
@@ -114,10 +125,19 @@ class Model:
 
     def __call__(self, x: Inputs, batch: int = BATCH) -> Tensor:
         """Probabilities [n, C] of raw inputs, in the form of the data source."""
-        return self.logits(x, batch).softmax(dim=1)
+        return self.scaled_logits(x, batch).softmax(dim=1)
 
     def predict(self, x: Inputs, batch: int = BATCH) -> list[str]:
-        return [self.class_names[c] for c in self.logits(x, batch).argmax(dim=1).tolist()]
+        return [self.class_names[c] for c in self.judged(self.scaled_logits(x, batch)).argmax(dim=1).tolist()]
+
+    def scaled_logits(self, x: Inputs, batch: int = BATCH) -> Tensor:
+        """The logits of the probabilities."""
+        z = self.logits(x, batch)
+        return z if self.calibration is None else self.calibration.scaled(z)
+
+    def judged(self, scaled: Tensor) -> Tensor:
+        """What decides: the class with the highest value."""
+        return scaled if self.calibration is None else scaled + self.calibration.offsets
 
     def logits(self, x: Inputs, batch: int = BATCH) -> Tensor:
         """Logits [n, C]. In batches of 256, they equal those of the run's own evaluation bit for bit."""

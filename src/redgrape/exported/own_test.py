@@ -1,52 +1,132 @@
-"""Evaluate the model of a finished run on the run's own test set."""
+"""Evaluate the model of a finished run on the run's own test or validation examples, and calibrate it."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
+import numpy as np
 import torch
+from torch import Tensor
 
+from redgrape.data.examples import Examples
+from redgrape.data.federation import Federation
 from redgrape.data.prepare import prepare
 from redgrape.data.sources import DATASETS
 from redgrape.determinism import same_bits_everywhere
-from redgrape.errors import DataError, StorageError
+from redgrape.errors import ConfigError, DataError, StorageError
 from redgrape.exported.export import newest_state
-from redgrape.exported.inference import evaluate_batches
-from redgrape.learning import sums
+from redgrape.exported.inference import calibrated_figures, evaluate_batches
+from redgrape.learning import calibration, sums
+from redgrape.learning.calibration import Calibration
+from redgrape.nets.net import Net
 from redgrape.reading.run_tables import RunView
 from redgrape.runs.embedded import embedder, for_encoder
+from redgrape.runs.experiment import Experiment
 from redgrape.runs.folder import RunFolder
 from redgrape.runs.run import check_model, contents
 
+NO_SITES = np.zeros(0, str)
+Split: TypeAlias = Literal["test", "validation"]
+Shares: TypeAlias = Literal["training", "validation"]
 
-def evaluate_run(path: Path, data_root: Path | None = None) -> dict[str, Any]:
-    """All figures (`evaluation.detailed`), and the training examples of each class. The data must be the run's."""
-    folder, view = RunFolder.open(path), RunView.read(path)
-    if view.summary is None or view.environment is None:
-        raise StorageError(f"'{path}' is not finished; continue it with `redgrape resume {path}`")
-    state, experiment = newest_state(folder, view), folder.experiment()
-    federation = prepare(experiment.data, experiment.seed, data_root)
-    if experiment.net.is_pretrained:
-        federation = federation.with_inputs(partial(for_encoder, experiment.net.name))
-    here = {"split": federation.fingerprint()}
-    if experiment.data.source not in DATASETS:  # files of public sets are verified, so the split is enough
-        here["data"] = contents(federation)
-    for name, digest in here.items():
-        if view.environment.get(name, digest) != digest:
-            raise DataError(
-                f"the data of '{path}' has changed since it began: the {name} was {view.environment[name][:12]} and is "
-                f"{digest[:12]}; restore the old data"
+
+@dataclass(frozen=True)
+class OwnModel:
+    """The model of a finished run, with the run's own data."""
+
+    folder: RunFolder
+    experiment: Experiment
+    federation: Federation
+    net: Net
+    digest: str  # of its state
+
+    @classmethod
+    def open(cls, path: Path, data_root: Path | None = None) -> OwnModel:
+        """Raise an error if the run is not finished, or the data is not the run's."""
+        folder, view = RunFolder.open(path), RunView.read(path)
+        if view.summary is None or view.environment is None:
+            raise StorageError(f"'{path}' is not finished; continue it with `redgrape resume {path}`")
+        state, experiment = newest_state(folder, view), folder.experiment()
+        federation = prepare(experiment.data, experiment.seed, data_root)
+        if experiment.net.is_pretrained:
+            federation = federation.with_inputs(partial(for_encoder, experiment.net.name))
+        here = {"split": federation.fingerprint()}
+        if experiment.data.source not in DATASETS:  # files of public sets are verified, so the split is enough
+            here["data"] = contents(federation)
+        for name, digest in here.items():
+            if view.environment.get(name, digest) != digest:
+                raise DataError(
+                    f"the data of '{path}' has changed since it began: the {name} was {view.environment[name][:12]} "
+                    f"and is {digest[:12]}; restore the old data"
+                )
+        if experiment.net.is_frozen:
+            federation = federation.with_inputs(embedder(experiment.net, federation.input_shape, data_root))
+        net = experiment.builder(federation)()
+        check_model(state, net.state_dict(), folder)
+        net.load_state_dict(state.server["model"])
+        return cls(folder, experiment, federation, net.eval(), view.summary["state"])
+
+    def examples(self, on: Split) -> Examples:
+        found = self.federation.test if on == "test" else self.federation.validation
+        if found is None:
+            raise ConfigError(
+                f"'{self.folder.path}' has no validation examples; hold some out in a new run: -c data.validation=20 "
+                "(of each class)"
             )
-    if experiment.net.is_frozen:
-        federation = federation.with_inputs(embedder(experiment.net, federation.input_shape, data_root))
-    net = experiment.builder(federation)()
-    check_model(state, net.state_dict(), folder)
-    net.load_state_dict(state.server["model"])
-    net.eval()
-    test, cpu = federation.test, torch.device("cpu")
-    with same_bits_everywhere():
-        batches = ((sums.logits(net, test, s, cpu), test.labels[s : s + sums.BATCH]) for s in sums.batch_starts(test))
-        scores = evaluate_batches(batches, federation.groups, federation.class_names)
-    return {**scores, "class_counts": federation.class_counts.tolist()}
+        return found
+
+    def knows_sites(self, on: Split) -> bool:
+        return bool((self.federation.sites.get(on, NO_SITES) != "").any())
+
+    def batches(self, on: Split) -> Iterator[tuple[Tensor, Tensor]]:
+        """Logits and labels."""
+        examples, cpu = self.examples(on), torch.device("cpu")
+        with same_bits_everywhere():
+            for start in sums.batch_starts(examples):
+                yield sums.logits(self.net, examples, start, cpu), examples.labels[start : start + sums.BATCH]
+
+    def evaluate(self, on: Split = "test", shares: Shares | None = None) -> dict[str, Any]:
+        """All figures (`evaluation.detailed`), by site where the examples know theirs, and the training examples of
+        each class. If the run has validation examples, also how it does on the test set after calibration on them."""
+        place = (self.federation.groups, self.federation.class_names)
+        sites = self.federation.sites[on] if self.knows_sites(on) else None
+        found = evaluate_batches(self.batches(on), *place, sites)
+        found |= {"on": on, "class_counts": self.federation.class_counts.tolist()}
+        if on == "validation" or self.federation.validation is None:
+            return found
+        chosen = self.calibration(shares)
+        after = calibrated_figures(self.batches("test"), *place, Calibration.model_validate(chosen))
+        return {**found, "calibration": chosen, "calibrated": after}
+
+    def keep(self, scores: Mapping[str, Any]) -> None:
+        """Write what the page shows of an evaluation on the test set to the run's folder."""
+        kept = {name: scores[name] for name in KEPT if name in scores}
+        self.folder.write_evaluation({"state": self.digest, **kept})
+
+    def calibration(self, shares: Shares | None = None) -> dict[str, Any]:
+        """Temperature and thresholds, chosen on the validation examples. The test set has no part in it. If thresholds
+        from half of these examples do not help the other half, they stay equal. `shares`: the class shares to calibrate
+        for. By default those of training, unless the imbalance was made: then the test set does not have it."""
+        labels = self.examples("validation").labels
+        shares = shares or ("training" if self.experiment.data.imbalance == "natural" else "validation")
+        counts = torch.bincount(labels, minlength=self.federation.num_classes).tolist()
+        wanted = self.federation.class_counts.tolist() if shares == "training" else counts
+        kept = list(self.batches("validation"))
+        with same_bits_everywhere():
+            weights = calibration.weights_for(counts, wanted)
+            chosen = calibration.fit(lambda: kept, weights)
+            if not calibration.is_gain(lambda: kept, weights):
+                chosen = chosen.model_copy(update={"thresholds": (1 / len(counts),) * len(counts)})
+        return {**chosen.model_dump(), "examples": len(labels), "shares": shares}
+
+
+KEPT = ("examples", "ece", "reliability", "sites", "worst_sites", "calibration", "calibrated")
+
+
+def evaluate_run(path: Path, data_root: Path | None = None, on: Split = "test") -> dict[str, Any]:
+    """All figures of a finished run on its own examples. The data must be the run's."""
+    return OwnModel.open(path, data_root).evaluate(on)

@@ -24,8 +24,28 @@ def balanced(
 
 def at_most(limit: int, labels: Tensor, random: torch.Generator) -> Tensor:
     """Rows with at most `limit` random examples of each class, without replacement, in class order."""
-    order = torch.randperm(len(labels), generator=random)
-    order = order[labels[order].argsort(stable=True)]  # by class, shuffled within
+    order = _by_class(labels, random)
     sorted_labels = labels[order].contiguous()
     rank = torch.arange(len(order)) - torch.searchsorted(sorted_labels, sorted_labels)
     return order[rank < limit]
+
+
+def equally_often(labels: Tensor, random: torch.Generator, most: int | None = None) -> Tensor:
+    """As many rows as there are labels, shuffled, in which every class that has examples comes equally often (some once
+    more, if it does not come out even). No example of a class comes again before all others of it have come. `most`:
+    how many different examples of a class are used."""
+    order, n = _by_class(labels, random), len(labels)
+    _, counts = labels.unique(return_counts=True)
+    turns = torch.full_like(counts, n // len(counts))
+    turns[torch.randperm(len(counts), generator=random)[: n % len(counts)]] += 1
+    place = torch.repeat_interleave(turns)  # of the class of each row
+    turn = torch.arange(n) - (turns.cumsum(0) - turns)[place]
+    used = counts if most is None else counts.clamp(max=most)
+    rows = order[(counts.cumsum(0) - counts)[place] + turn % used[place]]
+    return rows[torch.randperm(n, generator=random)]
+
+
+def _by_class(labels: Tensor, random: torch.Generator) -> Tensor:
+    """All rows in class order, shuffled within each class."""
+    order = torch.randperm(len(labels), generator=random)
+    return order[labels[order].argsort(stable=True)]

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from redgrape.exchange.parts import Sum
@@ -52,6 +53,16 @@ def of_rows(net: Net, site: ClientSite, rows: Tensor) -> Tensors:
     examples = torch.bincount(site.data.labels[rows], minlength=C)
     i, j = torch.triu_indices(d, d)
     return {"examples": examples, "first": first.cpu(), "second": second.cpu()[i, j]}
+
+
+def class_means(net: Net, site: ClientSite, rows: Tensor, *, unit: bool = False) -> Tensor:
+    """The mean feature vector of each class over these rows of a client's data, in evaluation mode: [C, d] in float64,
+    zero for a class without rows. `unit`: of feature vectors scaled to length 1."""
+    first = torch.zeros(site.num_classes, net.classifier.in_features, dtype=torch.float64, device=site.device)
+    for h, y in encoded(net, site, rows):
+        first.index_add_(0, y, (F.normalize(h, dim=1) if unit else h).double())
+    examples = torch.bincount(site.data.labels[rows], minlength=site.num_classes).clamp(min=1)
+    return first.cpu() / examples[:, None]
 
 
 def reported_rows(site: ClientSite) -> Tensor:

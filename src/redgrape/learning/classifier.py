@@ -130,6 +130,14 @@ def fresh_classifier(like: Tensors, random: torch.Generator) -> Tensors:
     return {name: torch.empty_like(like[name]).uniform_(-bound, bound, generator=random) for name in drawn}
 
 
+def equiangular(C: int, d: int, random: torch.Generator) -> Tensor:
+    """A simplex equiangular tight frame: C unit vectors in R^d, the columns, of which any two have the cosine
+    -1 / (C - 1). It needs d >= C."""
+    Q = torch.linalg.qr(torch.empty(d, C, dtype=torch.float64).normal_(generator=random))[0]
+    E: Tensor = math.sqrt(C / (C - 1)) * (Q - Q.mean(dim=1, keepdim=True))
+    return E.contiguous()  # LAPACK stores columns
+
+
 Start: TypeAlias = Literal["default", "zeros", "copy"]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -15,7 +15,11 @@ from redgrape.data.federation import MANY, Groups
 from redgrape.learning import sums
 from redgrape.tree import Tensors, Tree
 
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
 RESAMPLES = 1000
+BY_SITE = ("accuracy", "balanced", "macro_f1", "head", "middle", "tail")
 
 
 @dataclass(frozen=True)
@@ -120,12 +124,35 @@ def shared_shapes(C: int) -> dict[str, tuple[int, ...]]:
 def combine(parts: Sequence[Tree]) -> Scores:
     """Combine what `sums.of_batches` gives for parts of the examples, in their order, into the scores of all."""
     total = sums.joined(parts)
-    C = len(total["top"])
-    codes, counts = total["cells"].unique(return_counts=True)
+    loss = sum(total["losses"].tolist())
+    return of_confusion(_confusion(total["cells"], len(total["top"])), loss, total["top"])
+
+
+def _confusion(cells: Tensor, C: int) -> Tensor:
+    codes, counts = cells.unique(return_counts=True)
     indices = torch.stack([codes // C, codes % C])
     confusion = torch.sparse_coo_tensor(indices, counts, (C, C), check_invariants=True, is_coalesced=True)
-    loss = sum(total["losses"].tolist())
-    return of_confusion(confusion if C > sums.DENSE else confusion.to_dense(), loss, total["top"])
+    return confusion if C > sums.DENSE else confusion.to_dense()
+
+
+def by_site(cells: Tensor, sites: NDArray[np.str_], groups: Groups, C: int) -> list[dict[str, Any]]:
+    """The figures of each site, from the cells of `sums.of_logits`. Examples without a site belong to none."""
+    rows = []
+    for name in np.unique(sites[sites != ""]):
+        scores = of_confusion(_confusion(cells[torch.from_numpy(sites == name)], C), 0.0)
+        record = scores.record(groups)
+        numbers = {"examples": int(scores.tested.sum()), "classes": int((scores.tested > 0).sum())}
+        rows.append({"site": str(name), **numbers, **{figure: record[figure] for figure in BY_SITE}})
+    return rows
+
+
+def worst_sites(rows: Sequence[dict[str, Any]], enough: int) -> dict[str, dict[str, Any]]:
+    """The lowest value of each figure over the sites with `enough` examples, else over all, and the first site that has
+    it."""
+    judged = [row for row in rows if row["examples"] >= enough] or rows
+    known = {figure: [row for row in judged if row[figure] is not None] for figure in BY_SITE}
+    lowest = {figure: min(having, key=lambda row: row[figure]) for figure, having in known.items() if having}
+    return {figure: {"site": row["site"], "value": row[figure]} for figure, row in lowest.items()}
 
 
 def of_shared(parts: Sequence[Tree]) -> Scores:
@@ -157,9 +184,10 @@ def detailed(scores: Scores, more: Tensors, groups: Groups, class_names: Sequenc
     ece    sum over 15 bins of max p of the share of examples in it * |accuracy - mean max p|
     auroc  of each class against all others, and the mean over classes; ap likewise: average precision
 
-    auroc and ap come from histograms, and `within` bounds their distance from the exact values. precision, recall and
-    f1 are None for a class without examples, and precision also for a class that is never predicted. `intervals`: 95 %
-    bootstrap intervals over the test examples.
+    `reliability` has a row for each of these bins: its examples, the mean of max p, and the accuracy of the class with
+    the highest p. auroc and ap come from histograms, and `within` bounds their distance from the exact values.
+    precision, recall and f1 are None for a class without examples, and precision also for a class that is never
+    predicted. `intervals`: 95 % bootstrap intervals over the test examples.
     """
     n = int(scores.tested.sum())
     record = scores.record(groups)
@@ -194,10 +222,19 @@ def detailed(scores: Scores, more: Tensors, groups: Groups, class_names: Sequenc
         "nll": scores.loss,
         "brier": float(more["brier"]) / n,
         "ece": float(more["surplus"].abs().sum()) / n,
+        "reliability": _reliability(more),
         "groups": {name: scores.group(classes) for name, classes in groups.named().items()},
         "intervals": intervals(scores, groups),
         "per_class": rows,
     }
+
+
+def _reliability(more: Tensors) -> list[dict[str, Any]]:
+    bins = zip(*(more[name].tolist() for name in ("held", "certainty", "surplus")), strict=True)
+    return [
+        {"examples": n, "certainty": p / n if n else None, "accuracy": (p + surplus) / n if n else None}
+        for n, p, surplus in bins
+    ]
 
 
 def areas(positive: Tensor, negative: Tensor) -> list[tuple[float | None, float | None]]:

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, TypeVar
 
 import torch
-from pydantic import AfterValidator, BaseModel, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, Field
 from torch import Tensor
 
 from redgrape.data.augment import NO_AUGMENTATION
 from redgrape.data.examples import place
 from redgrape.exchange.parts import Count, Direction, Parts, Scalar, Statistics, Weights
 from redgrape.learning.features import batchnorms, momenta
-from redgrape.learning.schedule import Schedule, decay
+from redgrape.learning.schedule import MILESTONES, Schedule, decay, warm_up
 from redgrape.learning.sgd import Optimizer, Sgd
 from redgrape.nets.net import Net
 from redgrape.tree import Tensors
@@ -37,15 +38,16 @@ WholeOrInfinite: TypeAlias = Annotated[float, AfterValidator(_whole)]
 
 
 def stackable(function: F) -> F:
-    """Mark a `client_update` or `criterion` that also works for several clients at once (engines/stacked.py): it treats
-    tensors element by element, or through the net, the loss of a batch and the optimizer."""
+    """Mark a `client_update`, `criterion` or `regulariser` that also works for several clients at once
+    (engines/stacked.py): it treats tensors element by element, or through the net, the loss of a batch and the
+    optimizer."""
     function.stackable = True  # type: ignore[attr-defined]  # a function takes any attribute
     return function
 
 
 def holds_for_stacks(method: LocalTraining) -> bool:
     """Whether everything that runs at a client is `stackable`. An override must be marked again."""
-    run = [getattr(method, name) for name in ("client_update", "criterion") if hasattr(method, name)]
+    run = [getattr(method, name) for name in ("client_update", "criterion", "regulariser") if hasattr(method, name)]
     return all(getattr(function, "stackable", False) for function in run)
 
 
@@ -65,6 +67,19 @@ class Losses:
         return (self._total / self._examples).cpu()
 
 
+def _rising(values: Any) -> Any:
+    """A list, as TOML has it, as a tuple."""
+    values = tuple(values) if isinstance(values, list) else values
+    numbers = isinstance(values, tuple) and values and all(isinstance(v, float) and 0 < v < 1 for v in values)
+    if not numbers or any(a >= b for a, b in pairwise(values)):
+        raise ValueError("name rising shares of the rounds between 0 and 1, such as [0.5, 0.75]")
+    return values
+
+
+Milestones: TypeAlias = Annotated[tuple[float, ...], BeforeValidator(_rising)]
+YOUNGER = ("lr_milestones", "lr_warmup")  # options that experiments name only if they are set
+
+
 class LocalTraining(BaseModel):
     """The local training options of every method. The defaults are the paper's settings for MNIST."""
 
@@ -72,10 +87,14 @@ class LocalTraining(BaseModel):
     lr: float = Field(0.01, gt=0, le=LARGEST, description="local learning rate")
     lr_schedule: Schedule = Field("constant", description="decay of lr over the rounds")
     lr_final: float = Field(0.01, ge=0, le=1, description="fraction of lr in the last round, if it decays")
+    lr_milestones: Milestones = Field(
+        MILESTONES, description="shares of the rounds after which lr falls, if the schedule is milestones"
+    )
+    lr_warmup: int = Field(0, ge=0, le=10**9, description="first rounds in which lr rises linearly")
     momentum: float = Field(0.9, ge=0, lt=1, description="momentum of sgd")
     weight_decay: float = Field(0.0, ge=0, le=LARGEST, description="weight decay of the local optimizer")
     batch_size: int = Field(64, ge=1, le=10**9, description="examples per local step")
-    epochs: int = Field(5, ge=1, le=10**9, description="passes over a client's data in a round")
+    epochs: int = Field(5, ge=0, le=10**9, description="passes over a client's data in a round; 0 trains nothing")
     clip_norm: float | None = Field(
         None, gt=0, le=LARGEST, description="clip the gradient of all parameters to this global norm"
     )
@@ -83,7 +102,8 @@ class LocalTraining(BaseModel):
     freeze_encoder: bool = Field(False, description="train the classifier only; the encoder keeps its initial weights")
 
     def learning_rate(self, site: Site) -> float:
-        return self.lr * decay(self.lr_schedule, site.round, site.rounds, self.lr_final)
+        decayed = self.lr * decay(self.lr_schedule, site.round, site.rounds, self.lr_final, self.lr_milestones)
+        return decayed * warm_up(site.round, self.lr_warmup)
 
     def trainable(self, model: Tensors, site: Site) -> Net:
         """A net with these weights. Only its trained parts require gradients."""
@@ -122,8 +142,7 @@ class LocalTraining(BaseModel):
         shuffle = site.generator("batches")
         augment = site.generator("augment") if data.augment != NO_AUGMENTATION else None
         for _ in range(self.epochs):
-            order = torch.randperm(len(labels), generator=shuffle)
-            for rows in self._cut(order, has_batchnorm):
+            for rows in self._cut(self.order(site, shuffle), has_batchnorm):
                 yield place(data.inputs(rows, dtype, augment), site.device), labels[rows].to(site.device)
 
     def _batches_of_all(self, members: Sequence[ClientSite], net: Net) -> Iterator[tuple[Tensor, Tensor]]:
@@ -139,12 +158,16 @@ class LocalTraining(BaseModel):
         each = torch.arange(len(members)).unsqueeze(1)
         shuffles = [member.generator("batches") for member in members]
         for _ in range(self.epochs):
-            orders = torch.stack([torch.randperm(labels.shape[1], generator=shuffle) for shuffle in shuffles])
+            orders = torch.stack([self.order(m, shuffle) for m, shuffle in zip(members, shuffles, strict=True)])
             for rows in orders.split(self.batch_size, dim=1):
                 yield place(inputs[each, rows].flatten(0, 1), device), labels[each, rows].flatten().to(device)
 
+    def order(self, site: ClientSite, random: torch.Generator) -> Tensor:
+        """The rows of the client's data in one pass. A sampler overrides this; its passes have the same length."""
+        return torch.randperm(len(site.data), generator=random)
+
     def losses(self, net: Net, site: ClientSite) -> Losses:
-        return Losses(net, self.epochs * len(site.data))
+        return Losses(net, max(1, self.epochs * len(site.data)))
 
     def report(self, net: Net, start: Tensors, losses: Losses, site: ClientSite) -> dict[str, Any]:
         """The `training_parts` that a client sends after training this net from `start`."""
@@ -163,9 +186,10 @@ class LocalTraining(BaseModel):
             parts["buffers"] = Statistics({name: model[name] for name in statistics}, momenta(net))
         return parts
 
-    def steps(self, examples: int) -> int:
+    def steps(self, examples: int, *, batchnorm: bool = False) -> int:
         """The number of local steps per round on this many examples."""
-        return self.epochs * -(-examples // self.batch_size)
+        joined = batchnorm and examples > self.batch_size and examples % self.batch_size == 1  # see _cut
+        return self.epochs * (-(-examples // self.batch_size) - joined)
 
     def effective_steps(self, steps: int) -> float:
         """The number of plain sgd steps with a constant gradient that go as far as S steps with momentum m: the sum

@@ -129,3 +129,38 @@ def _mean_on_the_way(pi: Tensor, gain: float, walked: float) -> Tensor:
         total += p
         b = b + step * (pi - p)
     return total / _SLICES
+
+
+CountSource: TypeAlias = Literal["local", "global"]
+
+
+@dataclass(frozen=True)
+class Counts:
+    """A source of the class counts n_c, for methods that need counts and not shares: the client's own, or the sum over
+    all clients. The server keeps and sends the sum beside the model."""
+
+    source: CountSource
+
+    def survey(self, site: ClientSite) -> Tree:
+        return {"class_counts": site.class_counts} if self.source == "global" else {}
+
+    def first(self, site: ServerSite) -> Tree:
+        """What the server's first state has of it."""
+        return {"class_counts": site.survey["class_counts"]} if self.source == "global" else {}
+
+    def kept(self, server: Tree) -> Tree:
+        """What the server's next state, and the broadcast, have of it."""
+        return {"class_counts": server["class_counts"]} if self.source == "global" else {}
+
+    def of(self, broadcast: Tree, site: ClientSite) -> Tensor:
+        counts: Tensor = broadcast["class_counts"] if self.source == "global" else site.class_counts
+        return counts
+
+
+def effective_number_weights(counts: Tensor, beta: float) -> Tensor:
+    """1 / E_n = (1 - beta) / (1 - beta^n) of each class, in float64, with mean one over the classes that have examples;
+    zero for those without."""
+    number = counts.double()
+    lost = -torch.expm1(number * math.log(beta)) if beta else torch.ones_like(number)  # 1 - beta^n
+    weights = torch.where(number > 0, 1 / lost.clamp(min=torch.finfo(torch.float64).tiny), 0.0)
+    return weights * ((number > 0).sum() / weights.sum())

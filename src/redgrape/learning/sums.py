@@ -37,16 +37,18 @@ def of_batches(net: Net, examples: Examples, starts: range, device: torch.device
     return of_logits((logits(net, examples, s, device), examples.labels[s : s + BATCH]) for s in starts)
 
 
-def of_logits(batches: Iterable[tuple[Tensor, Tensor]]) -> Tensors:
+def of_logits(batches: Iterable[tuple[Tensor, Tensor]], offsets: Tensor | None = None) -> Tensors:
     """cells: for each example its true class times C, plus its predicted class. top: of each class, how many examples
-    have it among the five most probable. losses: the summed cross-entropy of each batch."""
+    have it among the five most probable. losses: the summed cross-entropy of each batch. `offsets` are added to the
+    logits of the classes before one is chosen."""
     # Small tensors that outlive a batch would lie between its large ones, and keep their memory from being used again.
     cells, losses, top = array("q"), array("d"), torch.zeros(0, dtype=torch.int64)
     for z, y in batches:
         C = z.shape[1]
         top = top if len(top) else torch.zeros(C, dtype=torch.int64)
-        cells.extend((y * C + z.argmax(dim=1)).tolist())
-        top += torch.bincount(y[rank(z, y) < TOP], minlength=C)
+        judged = z if offsets is None else z + offsets
+        cells.extend((y * C + judged.argmax(dim=1)).tolist())
+        top += torch.bincount(y[rank(judged, y) < TOP], minlength=C)
         losses.append(float(F.cross_entropy(z.double(), y, reduction="sum")))
     whole, summed = torch.tensor(cells, dtype=torch.int64), torch.tensor(losses, dtype=torch.float64)
     return {"cells": whole, "top": top, "losses": summed}
@@ -76,7 +78,9 @@ def of_scores(z: Tensor, y: Tensor) -> Tensors:
     """What calibration and ranking add up for a batch of logits; every entry may be added over batches and sites.
 
     brier     sum_i sum_c (p_ic - [c = y_i])^2
-    surplus   in each of 15 bins of max p, ((b-1)/15, b/15]: the sum of [right] - max p
+    held      in each of 15 bins of max p, ((b-1)/15, b/15]: the number of examples
+    certainty in each of these bins: the sum of max p
+    surplus   in each of these bins: the sum of [right] - max p
     positive  [C, bins]: histogram of the log-odds of p_c over the examples of class c, in bins of equal width
     negative  the same over all other examples
     """
@@ -84,11 +88,14 @@ def of_scores(z: Tensor, y: Tensor) -> Tensors:
     C, bins, p = z.shape[1], score_bins(z.shape[1]), z.softmax(dim=1)
     highest, predicted = p.amax(dim=1), z.argmax(dim=1)
     edges = torch.linspace(0, 1, CALIBRATION_BINS + 1, dtype=torch.float64)[1:-1]
-    surplus = torch.zeros(CALIBRATION_BINS, dtype=torch.float64)
-    surplus.index_add_(0, torch.bucketize(highest, edges), (predicted == y).double() - highest)
+    bucket, none = torch.bucketize(highest, edges), torch.zeros(CALIBRATION_BINS, dtype=torch.float64)
+    certainty = none.index_add(0, bucket, highest)
+    surplus = none.index_add(0, bucket, (predicted == y).double() - highest)
+    held = torch.bincount(bucket, minlength=CALIBRATION_BINS)
     bin_of = ((torch.logit(p) / FARTHEST + 1) * (bins / 2)).clamp(0, bins - 1).long() + torch.arange(C) * bins
     own = bin_of.gather(1, y[:, None]).flatten()
     positive = torch.bincount(own, minlength=C * bins).reshape(C, bins)
     every = torch.bincount(bin_of.flatten(), minlength=C * bins).reshape(C, bins)
     brier = (p.square().sum(dim=1) - 2 * p.gather(1, y[:, None])[:, 0] + 1).sum()
-    return {"brier": brier, "surplus": surplus, "positive": positive, "negative": every - positive}
+    in_bins = {"held": held, "certainty": certainty, "surplus": surplus}
+    return {"brier": brier, **in_bins, "positive": positive, "negative": every - positive}

@@ -17,6 +17,11 @@ if TYPE_CHECKING:
     from redgrape.method import Method
 
 WITHOUT_TRAINING = "lda"  # the method of `redgrape fit`
+RECOMMENDED = {  # where to begin, and why; docs/choose.md has the figures
+    "fedavg": "what all others have to beat",
+    "balanced_softmax": "the simplest correction for rare classes",
+    "vine": "re-balances the classifier, by sums alone",
+}
 
 
 def names() -> list[str]:
@@ -24,10 +29,26 @@ def names() -> list[str]:
     return sorted(module.name for module in pkgutil.iter_modules(__path__) if not module.name.startswith("_"))
 
 
+def is_known(name: object) -> bool:
+    """Whether a method, or a combination, of this name comes with redgrape."""
+    return isinstance(name, str) and set(name.split("+")) <= set(names())
+
+
 def load(name: str) -> type[Method]:
-    """The class of a method by its name, or of your own method by its file: `load("redgrape")`, `load("mine.py")`."""
+    """The class of a method by its name, or of your own method by its file: `load("redgrape")`, `load("mine.py")`,
+    `load("vine+balanced_softmax")`."""
     if name.endswith(".py"):
+        joined = name.split("+", maxsplit=1)[0]
+        if joined in names():
+            raise ConfigError(f"'{name}' combines with a file; let its class inherit from that of '{joined}' instead")
         return _only_method(own_code.from_file(Path(name), "method"), name)
+    if "+" in name:
+        from redgrape.methods._combination import combined
+
+        parts = name.split("+")
+        if twice := next((part for part in parts if parts.count(part) > 1), None):
+            raise ConfigError(f"method '{name}': '{twice}' is named twice; name it once")
+        return combined({part: load(part) for part in parts})
     if name not in names():
         raise unknown("method", name, names())
     return _only_method(importlib.import_module(f"{__name__}.{name}"), name)
@@ -42,7 +63,10 @@ def by_class(name: str) -> type[Method] | None:
 
 
 def reference(method: type[Method]) -> type[Method] | str:
-    """How another process finds the class: its path if it was loaded from a file, else the class itself."""
+    """How another process finds the class: its path if it was loaded from a file, its name if it is a combination, else
+    the class itself."""
+    if "+" in method.__name__:
+        return method.__name__
     module = sys.modules[method.__module__]
     return str(module.__file__) if module.__name__.startswith(own_code.FILE_PREFIX) else method
 

@@ -33,6 +33,7 @@ class BalancedSoftmax(FedAvg):
     )
 
     presets: ClassVar = {"paper": {}}
+    ingredient: ClassVar[str] = "loss"
     fidelity: ClassVar[str] = (
         "from a secondary source, which states its loss; the sources of the counts are ours, and `estimated` is an "
         "estimator of our own"
@@ -44,16 +45,16 @@ class BalancedSoftmax(FedAvg):
         return self
 
     def survey(self, site: ClientSite) -> Tree:
-        return Prior(self.prior).survey(site)
+        return {**super().survey(site), **Prior(self.prior).survey(site)}
 
     def needs_single(self) -> str:
-        return Prior(self.prior).needs_single()
+        return super().needs_single() or Prior(self.prior).needs_single()
 
     def init_server(self, model: Tensors, site: ServerSite) -> Tree:
-        return {"model": model, "prior": Prior(self.prior).first(model, site)}
+        return {**super().init_server(model, site), "prior": Prior(self.prior).first(model, site)}
 
     def broadcast(self, server: Tree) -> Tree:
-        return {"model": server["model"], "prior": server["prior"]}
+        return {**super().broadcast(server), "prior": server["prior"]}
 
     def criterion(self, broadcast: Tree, site: ClientSite) -> Callable[[Tensor, Tensor], Tensor]:
         log_prior = Prior(self.prior).log(broadcast["prior"], site)
@@ -61,7 +62,7 @@ class BalancedSoftmax(FedAvg):
 
     def server_update(self, server: Tree, received: Received, site: ServerSite) -> Tree:
         prior = Prior(self.prior).next(server["prior"], received, self, site)
-        return {"model": received.moved(server["model"], self.server_lr), "prior": prior}
+        return {**super().server_update(server, received, site), "prior": prior}
 
     def log(self, server: Tree, received: Received) -> Mapping[str, Tensor]:
-        return {"prior": server["prior"]}
+        return {**super().log(server, received), "prior": server["prior"]}

@@ -28,6 +28,7 @@ class FedFocal(FedAvg):
 
     gamma: float = Field(2.0, ge=0, le=LARGEST, description="how much less an easy example counts")
 
+    ingredient: ClassVar[str] = "loss"
     fidelity: ClassVar[str] = (
         "the loss as RedGrape's paper states and uses it; the original also selects clients, from what we know of it "
         "at second hand, and that part is not here"

@@ -21,6 +21,7 @@ from torch import Tensor
 from redgrape.exchange import Parts, Received
 from redgrape.learning.local_training import stackable
 from redgrape.method import ClientSite, Method, ServerSite, Site
+from redgrape.nets.net import Net
 from redgrape.tree import Tensors, Tree
 
 
@@ -45,13 +46,14 @@ class FedAvg(Method):
     @stackable
     def client_update(self, broadcast: Tree, state: Tree, site: ClientSite) -> tuple[Tree, Tree]:
         net = self.load_for_training(broadcast["model"], site)
-        criterion = self.criterion(broadcast, site)
+        criterion, regularise = self.criterion(broadcast, site), self.regulariser(net, broadcast, state, site)
         optimizer = self.make_optimizer(net.parameters(), site)
         losses = self.losses(net, site)
         for x, y in self.batches(site, net):
             optimizer.zero_grad()
             loss = criterion(net(x), y)
             loss.backward()
+            regularise()
             self.step(optimizer)
             losses.add(loss, y)
         return self.report(net, broadcast["model"], losses, site), state
@@ -60,6 +62,11 @@ class FedAvg(Method):
     def criterion(self, broadcast: Tree, site: ClientSite) -> Callable[[Tensor, Tensor], Tensor]:
         """The loss of a batch's logits and labels. A method that only changes the loss overrides this."""
         return F.cross_entropy
+
+    @stackable
+    def regulariser(self, net: Net, broadcast: Tree, state: Tree, site: ClientSite) -> Callable[[], None]:
+        """Made for a round; called after each backward pass, to add the gradient of a local regulariser."""
+        return lambda: None
 
     def server_update(self, server: Tree, received: Received, site: ServerSite) -> Tree:
         return {"model": received.moved(server["model"], self.server_lr)}

@@ -10,10 +10,10 @@ conditions hold at the common model. Each client keeps its linear term g_k. The 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import ClassVar
 
 import torch
-import torch.nn.functional as F
 from pydantic import Field
 
 from redgrape import tree
@@ -21,6 +21,7 @@ from redgrape.exchange import Parts, Received
 from redgrape.learning.local_training import stackable, zeros_like_parameters
 from redgrape.method import ClientSite, ServerSite, Site
 from redgrape.methods.fedavg import FedAvg
+from redgrape.nets.net import Net
 from redgrape.tree import Tensors, Tree
 from redgrape.validation import LARGEST
 
@@ -50,23 +51,23 @@ class FedDyn(FedAvg):
 
     @stackable
     def client_update(self, broadcast: Tree, state: Tree, site: ClientSite) -> tuple[Tree, Tree]:
-        net = self.load_for_training(broadcast["model"], site)
-        anchor = {name: p.detach().clone() for name, p in net.named_parameters()}
-        g = state.get("g", {name: torch.zeros_like(p, device="cpu") for name, p in anchor.items()})
-        linear = {name: t.to(site.device) for name, t in g.items()}
-        optimizer = self.make_optimizer(net.parameters(), site)
-        losses = self.losses(net, site)
-        for x, y in self.batches(site, net):
-            optimizer.zero_grad()
-            loss = F.cross_entropy(net(x), y)
-            loss.backward()
-            for name, p in net.named_parameters():
-                if p.grad is not None:
-                    p.grad.add_(p.detach() - anchor[name], alpha=self.alpha).sub_(linear[name])
-            self.step(optimizer)
-            losses.add(loss, y)
-        update = self.report(net, broadcast["model"], losses, site)
+        update, _ = super().client_update(broadcast, state, site)
+        g = state.get("g", {name: torch.zeros_like(t) for name, t in update["delta"].items()})
         return update, {"g": tree.add(g, update["delta"], -self.alpha)}
+
+    @stackable
+    def regulariser(self, net: Net, broadcast: Tree, state: Tree, site: ClientSite) -> Callable[[], None]:
+        g = {name: t.to(site.device) for name, t in state.get("g", {}).items()}
+        trained = {name: (p, p.detach().clone()) for name, p in net.named_parameters() if p.requires_grad}
+
+        def add_gradient() -> None:
+            for name, (p, received) in trained.items():
+                assert p.grad is not None, "filled by backward()"
+                p.grad.add_(p.detach() - received, alpha=self.alpha)
+                if g:
+                    p.grad.sub_(g[name])
+
+        return add_gradient
 
     def server_update(self, server: Tree, received: Received, site: ServerSite) -> Tree:
         mean = received.mean("delta")

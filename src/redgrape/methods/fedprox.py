@@ -9,14 +9,15 @@ loss, over the parameters (not the buffers). With mu = 0 it is FedAvg.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import ClassVar
 
-import torch.nn.functional as F
 from pydantic import Field
 
 from redgrape.learning.local_training import stackable
 from redgrape.method import ClientSite
 from redgrape.methods.fedavg import FedAvg
+from redgrape.nets.net import Net
 from redgrape.tree import Tree
 from redgrape.validation import LARGEST
 
@@ -30,23 +31,17 @@ class FedProx(FedAvg):
         "paper": {},
         "released": {"mu": 0.1, "clip_norm": 1.0},  # what RedGrape's released code adds to every method by default
     }
+    ingredient: ClassVar[str] = "regulariser"
     fidelity: ClassVar[str] = (
         "from a secondary source, which states its term; the paper searches mu in 0.001 to 1, and 0.01 is our default"
     )
 
     @stackable
-    def client_update(self, broadcast: Tree, state: Tree, site: ClientSite) -> tuple[Tree, Tree]:
-        net = self.load_for_training(broadcast["model"], site)
-        anchor = {name: p.detach().clone() for name, p in net.named_parameters()}
-        optimizer = self.make_optimizer(net.parameters(), site)
-        losses = self.losses(net, site)
-        for x, y in self.batches(site, net):
-            optimizer.zero_grad()
-            loss = F.cross_entropy(net(x), y)
-            loss.backward()
-            for name, p in net.named_parameters():
-                if p.grad is not None:
-                    p.grad.add_(p.detach() - anchor[name], alpha=self.mu)  # the gradient of the proximal term
-            self.step(optimizer)
-            losses.add(loss, y)
-        return self.report(net, broadcast["model"], losses, site), state
+    def regulariser(self, net: Net, broadcast: Tree, state: Tree, site: ClientSite) -> Callable[[], None]:
+        trained = [(p, p.detach().clone()) for p in net.parameters() if p.requires_grad]
+
+        def add_gradient() -> None:
+            for p, received in trained:
+                p.grad.add_(p.detach() - received, alpha=self.mu)  # type: ignore[union-attr]  # filled by backward()
+
+        return add_gradient

@@ -39,6 +39,7 @@ class LogitAdjustment(FedAvg):
     )
 
     presets: ClassVar = {"paper": {}}
+    ingredient: ClassVar[str] = "loss"
     fidelity: ClassVar[str] = (
         "from a secondary source, which states its loss and its post-hoc rule; the sources of the prior are ours, and "
         "`estimated` is an estimator of our own"
@@ -54,29 +55,35 @@ class LogitAdjustment(FedAvg):
         return self
 
     def survey(self, site: ClientSite) -> Tree:
-        return Prior(self.prior).survey(site)
+        return {**super().survey(site), **Prior(self.prior).survey(site)}
 
     def needs_single(self) -> str:
-        return Prior(self.prior).needs_single()
+        return super().needs_single() or Prior(self.prior).needs_single()
 
     def init_server(self, model: Tensors, site: ServerSite) -> Tree:
         if self.stage == "post_hoc" and _BIAS not in model:
             raise ConfigError(
                 "stage=post_hoc shifts the classifier's bias, and this net has none; choose stage=training"
             )
-        return self._server(model, Prior(self.prior).first(model, site))
+        return self._server(super().init_server(model, site), Prior(self.prior).first(model, site))
 
-    def _server(self, model: Tensors, prior: Tensor) -> dict[str, Any]:
+    def _server(self, trained: Tree, prior: Tensor) -> dict[str, Any]:
         """The server state. The deployed model has the shifted bias; training goes on with the bias kept beside it."""
         if self.stage == "training":
-            return {"model": model, "prior": prior}
-        shift = self.tau * post_hoc_shift(prior).to(model[_BIAS].dtype)
-        return {"model": {**model, _BIAS: model[_BIAS] - shift}, "prior": prior, "trained_bias": model[_BIAS]}
+            return {**trained, "prior": prior}
+        bias = trained["model"][_BIAS]
+        shifted = {**trained["model"], _BIAS: bias - self.tau * post_hoc_shift(prior).to(bias.dtype)}
+        return {**trained, "model": shifted, "prior": prior, "trained_bias": bias}
+
+    def _trained(self, server: Tree) -> Tree:
+        """The server state with the bias that training goes on with."""
+        if self.stage == "training":
+            return server
+        return {**server, "model": {**server["model"], _BIAS: server["trained_bias"]}}
 
     def broadcast(self, server: Tree) -> Tree:
-        if self.stage == "training":
-            return {"model": server["model"], "prior": server["prior"]}
-        return {"model": _with_trained_bias(server)}
+        sent = super().broadcast(self._trained(server))
+        return {**sent, "prior": server["prior"]} if self.stage == "training" else sent
 
     def criterion(self, broadcast: Tree, site: ClientSite) -> Callable[[Tensor, Tensor], Tensor]:
         if self.stage == "post_hoc":
@@ -86,12 +93,7 @@ class LogitAdjustment(FedAvg):
 
     def server_update(self, server: Tree, received: Received, site: ServerSite) -> Tree:
         prior = Prior(self.prior).next(server["prior"], received, self, site)
-        model = server["model"] if self.stage == "training" else _with_trained_bias(server)
-        return self._server(received.moved(model, self.server_lr), prior)
+        return self._server(super().server_update(self._trained(server), received, site), prior)
 
     def log(self, server: Tree, received: Received) -> Mapping[str, Tensor]:
-        return {"prior": server["prior"]}
-
-
-def _with_trained_bias(server: Tree) -> Tensors:
-    return {**server["model"], _BIAS: server["trained_bias"]}
+        return {**super().log(server, received), "prior": server["prior"]}

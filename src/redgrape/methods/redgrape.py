@@ -107,7 +107,8 @@ class RedGrape(FedAvg):
         prototypes = self._local_prototypes(net, site) if self.use_prototypes else {}  # line 1
         balance = Balance(self, broadcast, net, site)
         optimizer = self.make_optimizer([*net.parameters(), *W_hat.parameters()], site)
-        losses, criterion = self.losses(net, site), self.criterion(broadcast, site)
+        criterion, regularise = self.criterion(broadcast, site), self.regulariser(net, broadcast, state, site)
+        losses = self.losses(net, site)
         for x, y in self.batches(site, net):  # line 2
             optimizer.zero_grad()
             h = net.encoder(x)
@@ -117,6 +118,7 @@ class RedGrape(FedAvg):
             if self.placement == "in_gradient":  # line 6
                 for name, p in W.named_parameters():
                     p.grad += pull[name]  # type: ignore[operator]  # backward() has filled it
+            regularise()
             self.step(optimizer)
             if self.placement == "after_step":
                 with torch.no_grad():

@@ -13,10 +13,11 @@ Algorithm 1 with option II, in which clients have equal weights:
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from typing import ClassVar, Literal
 
 import torch
-import torch.nn.functional as F
 from pydantic import Field
 
 from redgrape import tree
@@ -24,6 +25,7 @@ from redgrape.exchange import Direction, Parts, Received
 from redgrape.learning.local_training import stackable, zeros_like_parameters
 from redgrape.method import ClientSite, ServerSite, Site
 from redgrape.methods.fedavg import FedAvg
+from redgrape.nets.net import Net
 from redgrape.tree import Tensors, Tree
 
 
@@ -35,51 +37,52 @@ class Scaffold(FedAvg):
 
     presets: ClassVar = {"paper": {}}
     sums_of_states: ClassVar[tuple[str, ...]] = ("c",)
+    ingredient: ClassVar[str] = "regulariser"
     fidelity: ClassVar[str] = (
         "from a secondary source, which states option II; with momentum, which the paper does not have, S counts "
         "effective steps, and with clipping, which it lacks as well, c_i is biased"
     )
 
     def parts(self, model: Tensors, site: Site) -> Parts:
-        parts = self.training_parts(model, site, weights="alike")
-        return parts | {"delta_c": Direction(zeros_like_parameters(model, site), weights="alike")}
+        parts = super().parts(model, site) | {"delta_c": Direction(zeros_like_parameters(model, site))}
+        return {name: replace(p, weights="alike") if isinstance(p, Direction) else p for name, p in parts.items()}
 
     def init_server(self, model: Tensors, site: ServerSite) -> Tree:
-        return {"model": model, "c": zeros_like_parameters(model, site)}
+        return {**super().init_server(model, site), "c": zeros_like_parameters(model, site)}
 
     def init_client(self, broadcast: Tree) -> Tree:
-        return {"c_i": {name: torch.zeros_like(c) for name, c in broadcast["c"].items()}}
+        c_i = {name: torch.zeros_like(c) for name, c in broadcast["c"].items()}
+        return {**super().init_client(broadcast), "c_i": c_i}
 
     def broadcast(self, server: Tree) -> Tree:
-        return {"model": server["model"], "c": server["c"]}
+        return {**super().broadcast(server), "c": server["c"]}
 
     @stackable
     def client_update(self, broadcast: Tree, state: Tree, site: ClientSite) -> tuple[Tree, Tree]:
-        net = self.load_for_training(broadcast["model"], site)
+        update, kept = super().client_update(broadcast, state, site)
         c, c_i = broadcast["c"], state["c_i"]
-        correction = {name: (c[name] - c_i[name]).to(site.device) for name in c}
-        optimizer = self.make_optimizer(net.parameters(), site)
-        losses = self.losses(net, site)
-        steps = 0
-        for x, y in self.batches(site, net):
-            optimizer.zero_grad()
-            loss = F.cross_entropy(net(x), y)
-            loss.backward()
-            for name, p in net.named_parameters():
-                if p.grad is not None:
-                    p.grad.add_(correction[name])  # line 10
-            self.step(optimizer)
-            losses.add(loss, y)
-            steps += 1
-        update = self.report(net, broadcast["model"], losses, site)
+        first = site.members[0] if site.members else site  # members of a stack have equally many examples
+        batchnorm = any(name.endswith("running_mean") for name in broadcast["model"])
+        steps = self.steps(len(first.data), batchnorm=batchnorm)
         walked = self.effective_steps(steps) * self.learning_rate(site)
         moved = update["delta"] if walked > 0 else {}  # a learning rate of zero measures nothing
         new = {
             name: c_i[name] - c[name] - moved[name] / walked if name in moved else c_i[name] for name in c
         }  # line 12
-        return {**update, "delta_c": tree.sub(new, c_i)}, {"c_i": new}
+        return {**update, "delta_c": tree.sub(new, c_i)}, {**kept, "c_i": new}
+
+    @stackable
+    def regulariser(self, net: Net, broadcast: Tree, state: Tree, site: ClientSite) -> Callable[[], None]:
+        c, c_i = broadcast["c"], state["c_i"]
+        trained = [(p, (c[name] - c_i[name]).to(site.device)) for name, p in net.named_parameters() if p.requires_grad]
+
+        def add_gradient() -> None:
+            for p, correction in trained:
+                p.grad.add_(correction)  # type: ignore[union-attr]  # line 10; filled by backward()
+
+        return add_gradient
 
     def server_update(self, server: Tree, received: Received, site: ServerSite) -> Tree:
         share = len(received.clients) / site.num_clients
         c = tree.add(server["c"], received.mean("delta_c"), share)  # line 17: 1/N over all clients
-        return {"model": received.moved(server["model"], self.server_lr), "c": c}  # line 16
+        return {**super().server_update(server, received, site), "c": c}  # line 16

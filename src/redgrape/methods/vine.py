@@ -34,6 +34,7 @@ from redgrape.exchange import Direction, Parts, Received, Sum
 from redgrape.learning import classifier, rebalancing
 from redgrape.learning.class_draws import balanced
 from redgrape.learning.features import features
+from redgrape.learning.margins import LEFT_OUT
 from redgrape.learning.prior import log_prior
 from redgrape.learning.schedule import Schedule, decay
 from redgrape.method import ClientSite, ServerSite, Site
@@ -41,8 +42,6 @@ from redgrape.methods.fedavg import FedAvg
 from redgrape.nets.net import Net
 from redgrape.tree import Tensors, Tree
 from redgrape.validation import LARGEST
-
-LEFT_OUT = -1e4  # added to a logit: its class has no share in the softmax, so nothing pulls its row
 
 
 class Vine(FedAvg):
@@ -128,7 +127,8 @@ class Vine(FedAvg):
         gradient = self._summed_gradient(net, broadcast, site)  # M_k
         balance = Balance(self, broadcast, net, site)
         optimizer = self.make_optimizer([*net.parameters(), *W_hat.parameters()], site)
-        losses, criterion = self.losses(net, site), self.criterion(broadcast, site)
+        criterion, regularise = self.criterion(broadcast, site), self.regulariser(net, broadcast, state, site)
+        losses = self.losses(net, site)
         for x, y in self.batches(site, net):
             optimizer.zero_grad()
             h = net.encoder(x)
@@ -136,6 +136,7 @@ class Vine(FedAvg):
             loss.backward()
             for name, g in balance.pull().items():
                 W.get_parameter(name).grad += g  # type: ignore[operator]  # backward() has filled it
+            regularise()
             self.step(optimizer)
             losses.add(loss, y)
         if self.memory:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from redgrape.exchange import Exchange, Parts
-from redgrape.exchange.parts import class_rows
+from redgrape.exchange.parts import class_rows, class_sums
 
 
 def too_much(
@@ -20,7 +20,8 @@ def too_much(
 ) -> str | None:
     """Why these parts and a survey with these names disclose more than the floors allow; None if they do not."""
     rows = class_rows(parts)
-    if rows and exchange.min_count < min_count:
+    alone = [] if secure_aggregation else class_sums(parts)
+    if (rows or alone) and exchange.min_count < min_count:
         return (
             f"exchange.min_count is {exchange.min_count}, but no site reports a class with fewer than "
             f"{min_count} examples (min_count in deploy.toml and site.toml); raise it"

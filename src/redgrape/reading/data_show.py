@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from redgrape.data.federation import Federation
 from redgrape.errors import ConfigError, StorageError, install
-from redgrape.reading.terminal import listed, printable, table
+from redgrape.reading.terminal import listed, paragraph, printable, table
 from redgrape.runs import durable
 
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+HOLDERS = "holders"
 SHOWN = 20  # above this many clients or classes, a summary is shown
 
 
@@ -105,23 +109,37 @@ def _classes(federation: Federation) -> str:
     for group in ("head", "middle", "tail"):
         members = getattr(federation.groups, group)
         counts = federation.class_counts[list(members)]
-        rows.append([group, len(members), counts.sum(), sum(tests[c] for c in members)])
+        of_group = holders(federation)[list(members)]
+        held = f"{np.median(of_group):.1f} ({of_group.min():.1f} to {of_group.max():.1f})" if members else "–"
+        rows.append([group, len(members), counts.sum(), sum(tests[c] for c in members), held])
         names = [f"{federation.class_names[c]} {federation.class_counts[c]}/{tests[c]}" for c in members[:SHOWN]]
         more = [f"and {len(members) - SHOWN} more"] if len(members) > SHOWN else []
         members_of.append((group, ", ".join(names + more)))
-    sizes = table(("group", "classes", "examples", "test"), rows, "Classes by training examples")
-    return f"{sizes}\n\nMembers: examples/test\n{listed(members_of)}"
+    sizes = table(("group", "classes", "examples", "test", HOLDERS), rows, "Classes by training examples")
+    held = paragraph("Holders of a class: their effective number, n_c^2 / sum_k n_kc^2; median (least to most)")
+    return f"{sizes}\n{held}\n\nMembers: examples/test\n{listed(members_of)}"
+
+
+def holders(federation: Federation) -> NDArray[np.float64]:
+    """The effective number of clients that hold each class, n_c^2 / sum_k n_kc^2: K if all hold alike, 1 if one holds
+    all, 0 if nobody holds it."""
+    counts = federation.client_counts.astype(np.float64)
+    squares = np.square(counts).sum(axis=0)
+    effective: NDArray[np.float64] = np.square(counts.sum(axis=0)) / np.maximum(squares, 1)
+    return effective
 
 
 def _classes_by_clients(federation: Federation) -> str:
     """A row for each class: there may be many clients, and names of classes are long."""
     counts = federation.client_counts
     rows = [
-        [name, *(n or "." for n in of_class), of_class.sum()]
-        for name, of_class in zip(federation.class_names, counts.T, strict=True)
+        [name, *(n or "." for n in of_class), of_class.sum(), f"{held:.1f}"]
+        for name, of_class, held in zip(federation.class_names, counts.T, holders(federation), strict=True)
     ]
-    rows.append(["all", *counts.sum(axis=1), counts.sum()])
-    return table(["class", *federation.client_names, "all"], rows, "Training examples of each class and client")
+    rows.append(["all", *counts.sum(axis=1), counts.sum(), ""])
+    return table(
+        ["class", *federation.client_names, "all", HOLDERS], rows, "Training examples of each class and client"
+    )
 
 
 def _clients_in_brief(federation: Federation) -> str:

@@ -24,6 +24,16 @@ def counts_of(environment: Mapping[str, Any] | None, summary: Mapping[str, Any] 
     return None if confusion is None else [sum(row) for row in confusion]
 
 
+def has_alpha(partition: str) -> bool:
+    """Whether the partition takes an alpha."""
+    return partition != "iid" and not brings_clients(partition)
+
+
+def brings_clients(partition: str) -> bool:
+    """Whether the partition says how many clients there are; as in data/partition.py, which needs torch."""
+    return partition == "natural" or partition.startswith("like:")
+
+
 def clients_in(environment: Mapping[str, Any]) -> int:
     """The number of clients. Older runs do not record names, deployments and very large runs no counts."""
     known = map(environment.get, ("client_names", "client_counts", "sites"))

@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import math
 import tomllib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from redgrape.errors import ConfigError, StorageError, install
-from redgrape.reading import gap, judged, terminal
+from redgrape.reading import gap, judged, records, terminal
 from redgrape.runs import checksums, durable
 from redgrape.runs.checksums import hash_of
 from redgrape.runs.figures import FIGURES, LONGEST, OF_MANY_CLASSES
@@ -34,23 +34,35 @@ TITLES = {
     "top5": "top 5",
 }
 SHORT = {**TITLES, "balanced": "balanced", "many": "> 100", "medium": "20 to 100", "few": "< 20"}  # in a terminal
+BEST = "of the best round by validation"
 POINTS = 100  # with very many classes, a figure shows the means of this many neighbourhoods
 
 
 @dataclass(frozen=True)
 class RunView:
-    """A run folder as a reader sees it, finished or not."""
+    """A run folder or a record as a reader sees it, finished or not."""
 
     path: Path
     experiment: dict[str, Any]
     environment: dict[str, Any] | None
     metrics: list[dict[str, Any]]
     summary: dict[str, Any] | None
+    cost: dict[str, float | None] = field(default_factory=dict)  # of the run: bytes_down, bytes_up, seconds
+
+    @classmethod
+    def recorded(cls, path: Path) -> RunView:
+        """Read a record, FILE/NAME. Of its rounds it has the evaluated ones."""
+        known = records.read(path.parent)
+        if path.name not in known:
+            raise StorageError(f"'{path.parent}' has no record '{path.name}'")
+        return cls(path, **known[path.name])
 
     @classmethod
     def read(cls, path: Path) -> RunView:
         """Read a run folder. All readers use this. It checks the files against their checksums and against each other.
         It raises StorageError if they do not match. It takes no lock and loads no method."""
+        if path.parent.is_file():
+            raise StorageError(f"'{path}' is a record, without weights and lists of clients; name the folder of a run")
         for _ in range(TRIES - 1):
             with suppress(StorageError):
                 return cls._read(path)
@@ -71,7 +83,7 @@ class RunView:
                 summary = None  # from before the run was extended
             if summary is not None:
                 _check_summary(path, summary, metrics, environment)
-            view = cls(path, experiment, environment, metrics, summary)
+            view = cls(path, experiment, environment, metrics, summary, _cost(path, metrics))
             view.row()
         except (OSError, ValueError, RecursionError) as error:
             raise StorageError(f"'{path}' cannot be read as a run: {error}") from error
@@ -100,7 +112,7 @@ class RunView:
 
     @property
     def label(self) -> str:
-        return run_label(self.experiment["method"]) + gap.baseline(self.experiment)
+        return run_label(self.experiment["method"]) + gap.baseline(self.experiment) + started(self.experiment)
 
     @property
     def uses_extra_data(self) -> bool:
@@ -115,6 +127,11 @@ def run_label(method: dict[str, Any]) -> str:
     """The name of the method, with its preset unless that is `paper`."""
     name = Path(method["name"]).stem
     return name if method.get("preset", "paper") == "paper" else f"{name} ({method['preset']})"
+
+
+def started(experiment: Mapping[str, Any]) -> str:
+    """` on NAME` if the run started from the model of the run in the folder NAME, else empty."""
+    return f" on {Path(experiment['start']).name}" if "start" in experiment else ""
 
 
 def other_data(runs: Sequence[RunView]) -> dict[Path, str]:
@@ -158,9 +175,16 @@ def _data_defaults() -> dict[str, Any]:
 
 
 def find_runs(folder: Path) -> list[Path]:
-    """Run folders at or below this one, up to two levels deep, even if their experiment.toml is missing."""
+    """Run folders at or below this one, up to two levels deep, even if their experiment.toml is missing. Then the
+    records in this folder."""
     candidates = [folder, *sorted(folder.glob("*")), *sorted(folder.glob("*/*"))]
-    return [path for path in candidates if any((path / name).is_file() for name in TELLTALE)]
+    runs = [path for path in candidates if any((path / name).is_file() for name in TELLTALE)]
+    return [*runs, *(file / name for file in records.files(folder) for name in records.read(file))]
+
+
+def view(path: Path) -> RunView:
+    """The run or the record at this path."""
+    return RunView.recorded(path) if path.parent.is_file() else RunView.read(path)
 
 
 @dataclass(frozen=True)
@@ -251,10 +275,11 @@ def many_classes(results: Sequence[Result]) -> bool:
 def caption(results: Sequence[Result]) -> str:
     rounds = sorted({len(_summary(run)["averaged_rounds"]) for r in results for run in r.runs})
     over = f"the last {rounds[0]} evaluated rounds" if len(rounds) == 1 else "the last evaluated rounds"
-    over = "the last round" if rounds == [1] else over
+    over = f"mean of {'the last round' if rounds == [1] else over}"
+    over = BEST if all("best_round" in _summary(run) for r in results for run in r.runs) else over
     seeds = ", mean ± standard deviation over seeds" if any(r.seeds > 1 for r in results) else ""
     extra = f";{EXTRA_DATA} uses extra balanced data at the server" if any(r.title != r.label for r in results) else ""
-    return f"{results[0].on} accuracy in %, mean of {over}{seeds}{extra}"
+    return f"{results[0].on} accuracy in %, {over}{seeds}{extra}"
 
 
 def print_table(results: Sequence[Result]) -> None:
@@ -375,6 +400,17 @@ def _whole(path: Path) -> bytes | None:
     return data
 
 
+def _cost(path: Path, metrics: Sequence[dict[str, Any]]) -> dict[str, float | None]:
+    """What the run sent, over all clients and rounds, and the seconds of its rounds if their times can be read."""
+    sent = {name: sum(record.get(name, 0) for record in metrics) for name in ("bytes_down", "bytes_up")}
+    try:
+        times = [json.loads(line) for line in (path / "times.jsonl").read_bytes().splitlines()]
+        seconds = sum(line["train"] + line["evaluate"] for line in times) if len(times) == len(metrics) else None
+    except (OSError, ValueError, RecursionError, KeyError, TypeError):
+        seconds = None
+    return {**sent, "seconds": seconds}
+
+
 def _manifests(path: Path) -> list[dict[str, Any]]:
     """The manifests of the checkpoints. Damaged ones are skipped here, and reported when the model is loaded."""
     found = []
@@ -419,10 +455,12 @@ def _check_summary(
 ) -> None:
     """Raise StorageError if the summary does not match the metrics or the split."""
     evaluated = [record for record in metrics if "test" in record][-len(summary["averaged_rounds"]) :]
+    if kept := summary.get("best_round"):
+        evaluated = [record for record in metrics if record["round"] == kept]
     known = [figure for figure in FIGURES if figure in summary["mean_of_last"] or figure in ALWAYS]
     means = {figure: _mean([record["test"][figure] for record in evaluated]) for figure in known}
     if (
-        len(metrics) != summary["rounds"]
+        len(metrics) != summary.get("stopped_after", summary["rounds"])
         or [record["round"] for record in evaluated] != summary["averaged_rounds"]
         or any(not _same(means[figure], summary["mean_of_last"][figure]) for figure in known)
     ):

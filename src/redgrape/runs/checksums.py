@@ -73,6 +73,7 @@ _LISTABLE = {
     "metrics.jsonl",
     "times.jsonl",
     "summary.json",
+    "evaluation.json",
     "model.json",
     "model.safetensors",
     "model.onnx",

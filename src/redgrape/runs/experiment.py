@@ -24,11 +24,13 @@ from pydantic import (
 
 from redgrape import methods, nets, own_code
 from redgrape.data.federation import FederatedData
+from redgrape.data.partition import brings_clients, is_own
 from redgrape.data.prepare import CUT, DataOptions
 from redgrape.data.sources import AS_THEY_ARE, READERS
 from redgrape.data.table import is_table
 from redgrape.errors import ConfigError, DataError, unknown
 from redgrape.exchange import Exchange
+from redgrape.learning.local_training import YOUNGER
 from redgrape.method import Method
 from redgrape.nets import pretrained
 from redgrape.nets.net import Net
@@ -96,6 +98,10 @@ class NetOptions(BaseModel):
         """The keys of encoders are there only for encoders, so that other experiments keep their hashes."""
         return {key: value for key, value in dump(self).items() if self.is_pretrained or key not in _OF_ENCODERS}
 
+    def inputs(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of what clients train on, if examples have this shape."""
+        return (pretrained.features(self.name, shape, self.size),) if self.is_frozen else shape
+
     @property
     def trained(self) -> dict[str, Any]:
         """The net that clients train, as arguments of `nets.build`."""
@@ -124,8 +130,12 @@ class MethodOptions(BaseModel):
         return method(**hyper)
 
     def resolved(self) -> dict[str, Any]:
-        """The name, the preset and every hyper-parameter."""
-        return {"name": self.name, "preset": self.preset, **dict(self.create())}
+        """The name, the preset and every hyper-parameter. Younger ones are there only if they are set, so that other
+        experiments keep their hashes."""
+        method = self.create()
+        unset = [name for name in YOUNGER if getattr(method, name) == type(method).model_fields[name].default]
+        hyper = {name: value for name, value in method if name not in unset}
+        return {"name": self.name, "preset": self.preset, **hyper}
 
 
 class Experiment(BaseModel):
@@ -141,6 +151,13 @@ class Experiment(BaseModel):
         1, ge=1, le=10**9, description="evaluate every this many rounds, and in each of the last ten"
     )
     checkpoint_every: int = Field(1, ge=1, le=10**9, description="save every this many rounds, and after the last")
+    keep: Literal["last", "best"] = Field(
+        "last", description="the model to keep: of the last round, or of the best by class-balanced validation accuracy"
+    )
+    patience: int | None = Field(
+        None, ge=1, le=10**9, description="stop if this many rounds after the best, by validation, none was better"
+    )
+    start: str | None = Field(None, description="a finished run on the same split, whose model is the initial one")
     data: DataOptions = Field(default_factory=DataOptions)
     net: NetOptions = Field(default_factory=NetOptions)
     exchange: Exchange = Field(default_factory=Exchange)
@@ -161,7 +178,8 @@ class Experiment(BaseModel):
         """Check everything that does not need the data, before any data is read."""
         clients = self.data.clients if self.data.is_federated else 1
         natural = self.data.partition == "natural"
-        if self.clients_per_round is not None and not natural and self.clients_per_round > clients:
+        known = not brings_clients(self.data.partition)
+        if self.clients_per_round is not None and known and self.clients_per_round > clients:
             raise ValueError(f"clients_per_round is {self.clients_per_round}, but data.clients is only {clients}")
         asked = self._clients_asked()
         if asked is not None and self.min_answers > asked:
@@ -171,6 +189,9 @@ class Experiment(BaseModel):
                 raise ValueError(f"data.partition is 'natural', but '{self.data.source}' names no clients; choose iid")
             if self.data.image_size is not None:
                 raise ValueError(f"data.image_size is for image folders, but '{self.data.source}' is not one")
+        if self.is_validated and not self.data.validation:
+            key = "keep is 'best'" if self.keep == "best" else f"patience is {self.patience}"
+            raise ValueError(f"{key}, but there are no validation examples; hold some out with data.validation=20")
         if self.data.imbalance == "binary" or self.data.tail_classes != CUT:
             self._check_tail_classes()
         if self.net.is_frozen and (self.data.crop or self.data.flip or self.data.cutout):
@@ -187,6 +208,11 @@ class Experiment(BaseModel):
             )
         return self
 
+    @property
+    def is_validated(self) -> bool:
+        """Whether the validation examples decide which model is kept, or when to stop."""
+        return self.keep == "best" or self.patience is not None
+
     def _check_tail_classes(self) -> None:
         tail = self.data.tail_classes
         classes = CLASSES.get(self.data.source, math.inf)  # not known yet for the user's own data
@@ -196,6 +222,11 @@ class Experiment(BaseModel):
             raise ValueError(f"data.tail_classes is {list(tail)}; name some classes {allowed}, each once, not all")
 
     def _check_method(self, method: Method) -> None:
+        if method.epochs == 0 and self.start is None:
+            raise ConfigError(
+                "method.epochs is 0, which trains nothing; choose at least 1, or adjust a finished run with `redgrape "
+                "adjust`"
+            )
         if method.uses_auxiliary and self.data.auxiliary == 0:
             raise ConfigError(
                 f"method '{self.method.name}' needs a small balanced set at the server, but data.auxiliary is 0; hold "
@@ -214,7 +245,7 @@ class Experiment(BaseModel):
         """The number of clients per round. None if it depends on the data."""
         if not self.data.is_federated:
             return 1
-        return self.clients_per_round or (None if self.data.partition == "natural" else self.data.clients)
+        return self.clients_per_round or (None if brings_clients(self.data.partition) else self.data.clients)
 
     @classmethod
     def parse(cls, values: Mapping[str, Any]) -> Experiment:
@@ -242,8 +273,14 @@ class Experiment(BaseModel):
         return cls.parse(read_toml(path))
 
     def resolved(self) -> dict[str, Any]:
-        """All settings as nested values. None becomes the word none, because TOML has no None."""
-        values = self.model_dump(exclude={"method"}) | {"method": self.method.resolved()}
+        """All settings as nested values. None becomes the word none, because TOML has no None. Younger keys are there
+        only if they are set, so that other experiments keep their hashes."""
+        unset = {
+            name
+            for name, default in (("keep", "last"), ("patience", None), ("start", None))
+            if getattr(self, name) == default
+        }
+        values = self.model_dump(exclude={"method", *unset}) | {"method": self.method.resolved()}
         return {name: _for_toml(value) for name, value in values.items()}
 
     def to_toml(self) -> str:
@@ -264,7 +301,8 @@ class Experiment(BaseModel):
     def _own_names(self) -> list[str]:
         net = [] if self.net.is_pretrained else [self.net.name]
         source = [] if Path(self.data.source).exists() else [self.data.source]
-        return [name for name in (*net, *source, self.data.partition) if own_code.is_own(name)]
+        partition = [self.data.partition] if is_own(self.data.partition) else []
+        return [name for name in (*net, *source, *partition) if own_code.is_own(name)]
 
     def builder(self, federation: FederatedData) -> Callable[[], Net]:
         """A callable that returns a new net and can be passed to another process. If the encoder is frozen, the

@@ -8,7 +8,7 @@ import math
 import re
 import struct
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 FIGURES = ("accuracy", "balanced", "macro_f1", "head", "middle", "tail")
@@ -23,6 +23,20 @@ def window(rounds: int) -> int:
     """The number of last evaluations in the mean of a run. It is at most half of the rounds: the first ones are a
     warm-up."""
     return max(1, min(LAST, rounds // 2))
+
+
+def best_round(records: Iterable[Mapping[str, Any]]) -> int:
+    """The first round with the highest class-balanced accuracy on the validation examples. 0 if there is none."""
+    found = [(record["validation"]["balanced"], -record["round"]) for record in records if "validation" in record]
+    judged = [pair for pair in found if pair[0] is not None]
+    return -max(judged)[1] if judged else 0
+
+
+def has_stopped(records: Sequence[Mapping[str, Any]], patience: int | None) -> bool:
+    """Whether the last record is an evaluation, `patience` rounds or more after the best round."""
+    if patience is None or not records or "validation" not in records[-1]:
+        return False
+    return bool(records[-1]["round"] - best_round(records) >= patience)
 
 
 def packed(record: Mapping[str, Any]) -> dict[str, Any]:

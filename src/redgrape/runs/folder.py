@@ -6,9 +6,11 @@
     metrics.jsonl            one line per round; bit-identical between equal runs; long lists are packed (figures.py)
     times.jsonl              wall-clock seconds and workers per round; a file of its own, because times always differ
     checkpoints/round-NNNNNN/{server,clients}.safetensors, description.toml (a copy of experiment.toml at that time)
-                             and manifest.json with their checksums; the last two checkpoints are kept
+                             and manifest.json with their checksums; the last two checkpoints are kept, and that of
+                             the best round if the experiment keeps its model
     clients/NNNNNN.states    client states, if there are any; clients.safetensors is the index to them
     summary.json             the result, written after the last round
+    evaluation.json          calibration and sites of the final model, if `redgrape evaluate` was asked
     noise.key, privacy.jsonl the key and the spent privacy budget of a run with noise (privacy/ledger.py)
     SHA256SUMS               checksums of the files above; those of the .jsonl files are added when the run is finished
     lock                     held by the process that writes to the folder
@@ -57,6 +59,7 @@ class RunFolder:
         self._states = StateFolder(path / "clients")
         self._lines = hashlib.sha256()  # hash of metrics.jsonl; its length is below
         self._line_bytes = 0
+        self.best_round = 0  # its checkpoint is kept as well; 0: none
         self._made = made  # folders made by `create`, innermost first; None if the run existed before
 
     @classmethod
@@ -247,7 +250,8 @@ class RunFolder:
     def _remove_old(self) -> None:
         """Keep only the last checkpoints and the client states that they need."""
         for old in self._checkpoints()[:-KEPT]:
-            durable.remove(old)
+            if _round_of(old) != self.best_round:
+                durable.remove(old)
         self._remove_unused_states()
 
     def _remove_unused_states(self) -> None:
@@ -272,6 +276,10 @@ class RunFolder:
         if wrong:
             raise StorageError(f"'{self.path}' has no intact checkpoint: {wrong[0]}")
         return None, wrong
+
+    def state_after(self, round: int) -> RunState:
+        """The checkpoint of this round."""
+        return self._load(self._checkpoint(round))
 
     def _load(self, path: Path) -> RunState:
         manifest = self._manifest(path)
@@ -348,6 +356,10 @@ class RunFolder:
         """Write the summary. The .jsonl files are final now, so their checksums are listed too."""
         checksums.add(self.path, LINES)
         checksums.write(self.path, {"summary.json": _json(summary)})
+
+    def write_evaluation(self, evaluation: Mapping[str, Any]) -> None:
+        with self.locked():
+            checksums.write(self.path, {"evaluation.json": _json(evaluation)})
 
     def summary(self) -> dict[str, Any] | None:
         path = self.path / "summary.json"

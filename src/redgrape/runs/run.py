@@ -30,7 +30,7 @@ from redgrape.privacy.disclosure import disclosures
 from redgrape.privacy.ledger import PrivacyLedger
 from redgrape.runs.embedded import embedder, for_encoder
 from redgrape.runs.experiment import Experiment
-from redgrape.runs.figures import FIGURES, OF_MANY_CLASSES, window
+from redgrape.runs.figures import FIGURES, OF_MANY_CLASSES, best_round, has_stopped, window
 from redgrape.runs.folder import RunFolder
 from redgrape.training import RunState, Step, Training, exchanged
 from redgrape.tree import Tensors, Tree
@@ -93,6 +93,7 @@ class Run:
         self.workers, self.device, self.precision, self.allow_changes = workers, device, precision, allow_changes
         self.deadline, self.stack = deadline, stack
         self.venue = this_machine(device, precision, stack, data_root, embedding) if venue is None else venue
+        self._records: list[Mapping[str, Any]] = []  # of the rounds done
         self.notes: list[str] = []  # for the user, such as a skipped damaged checkpoint
 
     def steps(self) -> Iterator[Step]:
@@ -105,6 +106,9 @@ class Run:
             if not self.folder.has_whole_times():
                 self.notes.append("times.jsonl is damaged; this changes no result")
             self.notes += [f"{reason}; continuing from round {state.round if state else 0}" for reason in wrong]
+            if self.experiment.is_validated and state is not None:
+                self._records += [record for record in self.folder.metrics() if record["round"] <= state.round]
+                self._find_best()
             known = self._known_confusion(state) if before is not None else None
             if known is not None:
                 confusion = known["confusion"]
@@ -117,7 +121,7 @@ class Run:
                 with self._training(prepared, state) as training:
                     if state is not None:
                         check_model(state, training.build().state_dict(), self.folder)
-                    model = self.experiment.first_model(federation) if state is None else None
+                    model = first_model(self.experiment, prepared) if state is None else None
                     self._put_in_order(state)
                     if environment is not None:
                         self.folder.write_environment(environment, partition)
@@ -128,20 +132,44 @@ class Run:
                             "separate training up to rounding"
                         )
                     account = partial(self._account, training)
-                    for step in training.steps(state, model, states, self.folder.path, account):
+                    steps = training.steps(state, model, states, self.folder.path, account)
+                    for step in steps if not self._has_stopped() else ():
                         self.folder.append(step.record, {**step.seconds, "workers": self.workers})
-                        last = step.state.round == self.experiment.rounds
-                        if last or step.state.round % self.experiment.checkpoint_every == 0:
-                            self.folder.save(step.state, self.experiment)
+                        self._records.append(step.record)
+                        self._find_best()
                         state = step.state
+                        must = state.round in (self.experiment.rounds, self.folder.best_round) or self._has_stopped()
+                        if must or state.round % self.experiment.checkpoint_every == 0:
+                            self.folder.save(state, self.experiment)
                         self.venue.tell_lost(step.record, self.notes)
                         yield step
+                        if self._has_stopped():
+                            break
                     assert state is not None  # there is at least one round
                     self.notes += self._refused_throughout()
-                    confusion = training.engine.evaluate(state.server["model"], "test").confusion_cells()
+                    if self._has_stopped():
+                        best = best_round(self._records)
+                        self.notes.append(f"stopped after round {state.round}: validation was best in round {best}")
+                    kept = self._kept(state)
+                    confusion = training.engine.evaluate(kept.server["model"], "test").confusion_cells()
             assert state is not None
-            averaged = len((known or {}).get("averaged_rounds", [])) or window(self.experiment.rounds)
-            self.folder.write_summary(summarize(self.folder, self.experiment, state, confusion, averaged))
+            averaged = len((known or {}).get("averaged_rounds", [])) or window(state.round)
+            summary = summarize(self.folder, self.experiment, self._kept(state), confusion, averaged)
+            if state.round < self.experiment.rounds:
+                summary["stopped_after"] = state.round
+            self.folder.write_summary(summary)
+
+    def _find_best(self) -> None:
+        if self.experiment.keep == "best":
+            self.folder.best_round = best_round(self._records)
+
+    def _has_stopped(self) -> bool:
+        return has_stopped(self._records, self.experiment.patience)
+
+    def _kept(self, state: RunState) -> RunState:
+        """The state whose model is the result: the last, or that of the best round."""
+        best = self.folder.best_round
+        return state if best in (0, state.round) else self.folder.state_after(best)
 
     def _put_in_order(self, state: RunState | None) -> None:
         """Prepare the folder so that the run can continue. Checks come first: nothing is written or removed before."""
@@ -263,11 +291,12 @@ class Run:
     def _known_confusion(self, state: RunState | None) -> dict[str, Any] | None:
         """The summary with the confusion matrix of the final model, if the run is finished. Only the summary stores it:
         in every line, it would bloat the metrics."""
-        if state is None or state.round < self.experiment.rounds or not self._has_partition():
+        is_finished = state is not None and (state.round == self.experiment.rounds or self._has_stopped())
+        if state is None or not is_finished or not self._has_partition():
             return None
         try:
-            summary = self.folder.summary() or {}
-            return summary if "confusion" in summary and summary.get("state") == digest_of_state(state) else None
+            summary, kept = self.folder.summary() or {}, digest_of_state(self._kept(state))
+            return summary if "confusion" in summary and summary.get("state") == kept else None
         except (StorageError, AttributeError):
             self.notes.append("summary.json is damaged and is written again")
             return None
@@ -334,6 +363,39 @@ def discloses(experiment: Experiment, federation: FederatedData) -> dict[str, An
     return disclosures(experiment.exchange, parts, survey, method.needs_single(), federation.num_classes)
 
 
+def first_model(experiment: Experiment, prepared: Prepared) -> Tensors:
+    """The initial weights: those of the run that the experiment starts from, if it names one."""
+    model = experiment.first_model(prepared.federation)
+    if experiment.start is None:
+        return model
+    folder = RunFolder.open(Path(experiment.start))
+    if folder.environment()["split"] != prepared.environment["split"]:
+        raise DataError(
+            f"'{folder.path}' was trained on another split, so it may know test examples of this one; start from a run "
+            "with the same data and seed"
+        )
+    started: Tensors = last_state(folder).server["model"]
+    if {name: t.shape for name, t in started.items()} != {name: t.shape for name, t in model.items()}:
+        raise ConfigError(
+            f"'{folder.path}' has another net than '{experiment.net.name}'; start from a run with this net"
+        )
+    return started
+
+
+def last_state(folder: RunFolder) -> RunState:
+    """The last state of a finished run, from which another starts."""
+    if (exchange := folder.experiment().exchange).noise or exchange.class_noise:
+        raise ConfigError(
+            f"'{folder.path}' was trained with noise, and another run would use the clients' data again, outside its "
+            "account of epsilon; start from a run without noise"
+        )
+    state, _ = folder.latest()
+    summary = folder.summary() or {}
+    if state is None or state.round != summary.get("rounds") or digest_of_state(state) != summary.get("state"):
+        raise ConfigError(f"'{folder.path}' is not finished; finish it with `redgrape resume`, or name another run")
+    return state
+
+
 def check_model(state: RunState, model: Tensors, folder: RunFolder) -> None:
     """Raise StorageError if a checkpoint, which may be untrusted, holds another model."""
     stored = state.server.get("model")
@@ -345,8 +407,14 @@ def check_model(state: RunState, model: Tensors, folder: RunFolder) -> None:
 
 
 def file_digests(experiment: Experiment) -> dict[str, str]:
-    """SHA-256 of the user's code, initial weights file and pretrained encoder. The description has only their names."""
-    return _digests(experiment, with_weights=True)
+    """SHA-256 of the user's code, of the initial weights or the run that gives them, and of a pretrained encoder. The
+    description has only their names."""
+    started = {} if experiment.start is None else {experiment.start: _digest_of_start(Path(experiment.start))}
+    return _digests(experiment, with_weights=True) | started
+
+
+def _digest_of_start(run: Path) -> str:
+    return digest_of_state(last_state(RunFolder.open(run)))
 
 
 def _still_needed(experiment: Experiment) -> dict[str, str]:
@@ -465,8 +533,12 @@ def summarize(
     folder: RunFolder, experiment: Experiment, state: RunState, confusion: Any, averaged: int
 ) -> dict[str, Any]:
     """The result of a run: means over the last evaluations, and details on the mistakes of the final model. A finished
-    run keeps the number that it `averaged`: earlier versions took up to ten of any run."""
+    run keeps the number that it `averaged`: earlier versions took up to ten of any run. If the model of the best round
+    is kept, its evaluation is the result."""
     evaluated = [record for record in folder.metrics() if "test" in record][-averaged:]
+    best = folder.best_round
+    if best:
+        evaluated = [record for record in folder.metrics() if record["round"] == best]
     tests = [record["test"] for record in evaluated]
     return {
         "experiment": experiment.hash(),
@@ -474,6 +546,7 @@ def summarize(
         "extra_data": experiment.method.create().uses_auxiliary,
         "seed": experiment.seed,
         "rounds": experiment.rounds,
+        **({"best_round": best} if best else {}),
         "split": folder.environment()["split"],
         "state": digest_of_state(state),
         "averaged_rounds": [record["round"] for record in evaluated],

@@ -31,6 +31,7 @@ def show(options: argparse.Namespace) -> None:
             "test_counts": federation.counts("test"),
             "client_names": federation.client_names,
             "client_counts": federation.client_counts.tolist(),
+            "effective_holders": picture.holders(federation).tolist(),
         }
         print(json.dumps(figures))
         return

@@ -85,8 +85,11 @@ def _agreement(options: argparse.Namespace) -> dict[str, object]:
         return {"classes": _classes(options.classes), "shape": options.shape, "input": options.input, **size}
     if like is None:
         raise ConfigError(
-            "describe the data of the sites: --classes a,b,c and --shape 1,28,28, or --like DATA, or --test DATA"
+            "describe the data of the sites: --classes a,b,c and --shape 1,28,28, or --like DATA, or --test DATA (and "
+            "--label COLUMN for a table)"
         )
+    if options.label is not None:
+        return _table_agreement(like, options)
     import tempfile
 
     import torch
@@ -100,6 +103,31 @@ def _agreement(options: argparse.Namespace) -> dict[str, object]:
         shape = tuple(x.shape[1:])
     size = {"image_size": options.image_size} if options.image_size else {}
     return {"classes": tuple(source.class_names), "shape": shape, "input": kind, **size}
+
+
+def _table_agreement(like: Path, options: argparse.Namespace) -> dict[str, object]:
+    """The columns of a sample table, with all their categories."""
+    from redgrape.data.table import Roles, raw, read
+    from redgrape.deploy.setup.folder import DataAgreement
+
+    rows = raw(read(like), Roles(options.label, drop=_listed(options.drop), categorical=_listed(options.categorical)))
+    classes, _ = rows.table.names(rows.label, "class")
+    values: dict[str, Any] = {
+        "classes": tuple(classes),
+        "input": "table",
+        "label": rows.label,
+        "numbers": tuple(name for name, is_number in rows.is_number.items() if is_number),
+        "categories": {
+            name: tuple(sorted(filter(None, rows.table[name].values)))
+            for name, is_number in rows.is_number.items()
+            if not is_number
+        },
+    }
+    return values | {"shape": (DataAgreement.model_construct(**values).columns().width,)}
+
+
+def _listed(text: str | None) -> tuple[str, ...]:
+    return tuple(text.split(",")) if text else ()
 
 
 def _classes(text: str) -> tuple[str, ...]:
@@ -158,12 +186,13 @@ def run(options: argparse.Namespace) -> None:
     from redgrape.deploy.setup.create import deployed
     from redgrape.deploy.setup.folder import Deployment
     from redgrape.reading import run_tables
+    from redgrape.runs.experiment import Experiment
     from redgrape.runs.folder import RunFolder
 
     deployment = Deployment(options.folder)
     if options.simulate is not None:
         SimulatedDeployment(options.folder, options.simulate)  # checks that it is possible
-    experiment = submission.described(_values(options, deployment.path / "experiment.toml"))
+    experiment = Experiment.parse(_values(options, deployment.path / "experiment.toml"))
     submission.check(experiment, deployment.options)
     if warning := submission.lone_answers(experiment, deployment.options):
         _say(f"warning: {warning}")
@@ -224,7 +253,7 @@ def _values(options: argparse.Namespace, default: Path) -> dict[str, Any]:
     options.experiment = options.experiment or default
     values = described(options)
     before = read_toml(options.experiment).get("method", {})
-    if name in methods.names() and options.experiment == default and before.get("name") != name:
+    if methods.is_known(name) and options.experiment == default and before.get("name") != name:
         values["method"] = {key: value for key, value in values["method"].items() if before.get(key) != value}
     return values
 

@@ -29,7 +29,7 @@ def ls(options: argparse.Namespace) -> None:
     runs = []
     for path in run_tables.find_runs(options.folder):
         try:
-            runs.append(run_tables.RunView.read(path))
+            runs.append(run_tables.view(path))
         except StorageError as error:  # one damaged run must not hide the others
             print(f"note: {printable(error)}", file=sys.stderr)
     other = run_tables.other_data(runs)
@@ -56,7 +56,7 @@ def ls(options: argparse.Namespace) -> None:
 
 def show(options: argparse.Namespace) -> None:
     """Show one run: its experiment, progress and result."""
-    run = run_tables.RunView.read(options.run)
+    run = run_tables.view(options.run)
     if options.json:
         tested = {"test_counts": judged.counts_of(run.environment, run.summary)}
         experiment = run_tables.plain(run.experiment)
@@ -118,6 +118,7 @@ def methods(options: argparse.Namespace) -> None:
 
 def _list_methods(options: argparse.Namespace) -> None:
     """List the methods: what each does, needs and discloses, and its message sizes with this net."""
+    from redgrape.methods import RECOMMENDED
     from redgrape.reading import method_index
 
     found = method_index.lines(options.net, options.shape, options.classes)
@@ -129,11 +130,16 @@ def _list_methods(options: argparse.Namespace) -> None:
         and (line.is_summable or not options.summable)
     ]
     if options.json:
-        print(json.dumps([asdict(line) for line in chosen]))
+        print(json.dumps([{**asdict(line), "recommended": line.method in RECOMMENDED} for line in chosen]))
         return
     if wanted is not None and not chosen:
         known = ", ".join(dict.fromkeys(words for line in found for words in line.needs))
         raise ConfigError(f"no method needs '{wanted}'; choose from nothing, {known}")
+    if len(chosen) == len(found):
+        print(
+            paragraph("Begin with these (`redgrape compare --recommended`; docs/choose.md says when to take others):")
+        )
+        print(f"{listed(list(RECOMMENDED.items()))}\n")
     print(listed([(line.method, _in_words(line)) for line in chosen]))
     shape = "x".join(map(str, options.shape))
     sizes = f"MB per client and round with {options.net}, {shape}, {options.classes} classes"

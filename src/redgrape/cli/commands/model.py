@@ -5,28 +5,63 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
 from redgrape.cli.progress import percent
-from redgrape.errors import ConfigError
-from redgrape.reading.judged import EITHER_END, over_classes
-from redgrape.reading.terminal import printable, table
-from redgrape.runs.figures import LONGEST
+from redgrape.errors import BusyError, ConfigError, DataError, StorageError
+from redgrape.reading.judged import EITHER_END, FEW, over_classes
+from redgrape.reading.reliability import check_ending, draw
+from redgrape.reading.run_tables import SHORT
+from redgrape.reading.terminal import paragraph, printable, table
+from redgrape.runs.figures import FIGURES, LONGEST
 
 
 def export(options: argparse.Namespace) -> None:
     from redgrape.exported.export import export as write
 
-    folder = write(options.run, options.out, options.format)
+    calibration = None
+    if options.shares and not options.calibrate:
+        raise ConfigError(f"--shares {options.shares} is for --calibrate; add that, or leave it out")
+    if options.calibrate:
+        from redgrape.exported.export import check_free
+        from redgrape.exported.own_test import OwnModel
+
+        check_free(options.out)
+        calibration = OwnModel.open(options.run, options.data_root).calibration(options.shares)
+    folder = write(options.run, options.out, options.format, calibration)
     round = json.loads((folder / "model.json").read_bytes())["run"]["round"]
     message = f"model folder: {printable(folder)}, of round {round} (read its README.md)"
-    print(json.dumps({"model": str(folder), "round": round}) if options.json else message)
+    if calibration is not None:
+        message = f"{_chosen(calibration)}\n{message}"
+    more = {} if calibration is None else {"calibration": calibration}
+    print(json.dumps({"model": str(folder), "round": round, **more}) if options.json else message)
+
+
+def _chosen(calibration: Mapping[str, Any]) -> str:
+    """What was chosen for a calibration, in words."""
+    shares = f", with the class shares of {calibration['shares']}" if "shares" in calibration else ""
+    held_out = f" on {calibration['examples']} validation examples" if "examples" in calibration else ""
+    low, high = min(calibration["thresholds"]), max(calibration["thresholds"])
+    thresholds = f"thresholds from {percent(low)} % to {percent(high)} %"
+    if high - low < 1e-9:
+        thresholds = "equal thresholds, since others would not gain"
+    chosen = f"temperature {calibration['temperature']:.3f}, {thresholds}"
+    return paragraph(f"calibrated{held_out}{shares}: {chosen}")
 
 
 def evaluate(options: argparse.Namespace) -> None:
     is_run = (options.model / "experiment.toml").exists()
+    of_runs = {"--by-site": options.by_site, "--on validation": options.on == "validation", "--shares": options.shares}
+    for flag, given in of_runs.items():
+        if given and options.data is not None:
+            raise ConfigError(f"{flag} is for a run's own examples; leave out '{options.data}'")
+    if options.picture is not None:
+        check_ending(options.picture)
     scores = _scores_of_run(options) if is_run and options.data is None else _scores_of_model(options)
+    if options.picture is not None:
+        draw(scores, options.picture)
     if options.json:
         print(json.dumps(scores))
         return
@@ -64,6 +99,37 @@ def evaluate(options: argparse.Namespace) -> None:
     print(f"\n{table(titles, rows, 'per class, %')}")
     if between:
         print(f"{between} classes between the first and the last {EITHER_END} are in `--json`")
+    if options.by_site:
+        print(f"\n{_by_site(scores)}")
+    if "calibrated" in scores:
+        print(f"\n{_before_and_after(scores)}")
+    if options.picture is not None:
+        print(f"reliability diagram: {printable(options.picture)}")
+
+
+def _by_site(scores: Mapping[str, Any]) -> str:
+    """A table of the sites, the largest first, with the mean over them and the worst."""
+    shown = ("accuracy", "balanced", "macro_f1", "tail")
+    sites = sorted(scores["sites"], key=lambda row: -row["examples"])
+    means = {figure: [row[figure] for row in sites if row[figure] is not None] for figure in shown}
+    rows = [[row["site"], row["examples"], row["classes"], *(percent(row[f]) for f in shown)] for row in sites]
+    rows += [["mean", "", "", *(percent(sum(v) / len(v)) if v else "–" for v in means.values())]]
+    titles = ("site", scores["on"], "classes", *(SHORT[figure] for figure in shown))
+    worst = [
+        f"{SHORT[f]} {percent(entry['value'])} ({entry['site']})"
+        for f in shown
+        if (entry := scores["worst_sites"].get(f)) is not None
+    ]
+    few = f"of those with at least {FEW} examples" if any(row["examples"] >= FEW for row in sites) else "of all"
+    return f"{table(titles, rows, 'by site, %')}\n{paragraph(f'worst site {few}: ' + ', '.join(worst))}"
+
+
+def _before_and_after(scores: Mapping[str, Any]) -> str:
+    after, words = scores["calibrated"], {"nll": "negative log-likelihood", "brier": "Brier score"}
+    shares = {**{f: f"{SHORT[f]}, %" for f in FIGURES if scores[f] is not None}, "ece": "calibration error, %"}
+    rows = [[title, *(percent(of[figure]) for of in (scores, after))] for figure, title in shares.items()]
+    rows += [[title, *(f"{of[figure]:.4f}" for of in (scores, after))] for figure, title in words.items()]
+    return f"{table(('calibration', 'before', 'after'), rows)}\n{_chosen(scores['calibration'])}"
 
 
 def _scores_of_model(options: argparse.Namespace) -> dict[str, Any]:
@@ -86,9 +152,20 @@ def _scores_of_model(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _scores_of_run(options: argparse.Namespace) -> dict[str, Any]:
-    from redgrape.exported.own_test import evaluate_run
+    from redgrape.exported.own_test import OwnModel
 
-    return evaluate_run(options.model, options.data_root)
+    own = OwnModel.open(options.model, options.data_root)
+    if options.by_site and not own.knows_sites(options.on):
+        other = next((on for on in ("test", "validation") if own.knows_sites(on)), None)
+        remedy = f"add --on {other}" if other else "docs/own-data.md says how data names sites"
+        raise DataError(f"the {options.on} examples of '{options.model}' do not name their sites; {remedy}")
+    scores = own.evaluate(options.on, options.shares)
+    if options.on == "test":
+        try:
+            own.keep(scores)
+        except (StorageError, BusyError) as error:  # such as a folder that is read-only
+            print(f"note: pages will not show this evaluation: {printable(error)}", file=sys.stderr)
+    return scores
 
 
 def _overall(scores: dict[str, Any]) -> dict[str, str]:
@@ -128,9 +205,10 @@ def predict(options: argparse.Namespace) -> None:
     from redgrape.exported.inference import as_csv, predict_file
     from redgrape.runs import durable
 
-    predictions = predict_file(options.data, open_model(options.model, options.code))
+    model = open_model(options.model, options.code)
+    predictions = predict_file(options.data, model)
     if options.out is not None:
-        durable.replace_file(options.out, as_csv(predictions).encode())
+        durable.replace_file(options.out, as_csv(predictions, model.class_names).encode())
     if options.json:
         print(json.dumps([asdict(p) for p in predictions]))
         return

@@ -49,7 +49,8 @@ def reproduce(options: argparse.Namespace) -> None:
     else:
         standings, failures = _run(standings, home, options)
     if options.record:
-        _record(standings, options.results, home.name)
+        with found_cells.choosing(options.out):
+            _record(standings, options.results, home.name)
     words = ["redgrape", "reproduce", suite.name, "--scale", options.scale]
     words += ["--only", *options.only] if options.only else []
     words += ["--seeds", ",".join(map(str, options.seeds))] if options.seeds else []
@@ -284,12 +285,12 @@ def _print_plan(standings: Sequence[Standing], options: argparse.Namespace) -> N
 
 
 def _record(standings: Sequence[Standing], records: Path, name: str) -> None:
-    """Copy the finished cells that have no record yet, from this suite or another."""
+    """Record the finished cells that have no record yet, from this suite or another."""
     known = found_cells.recorded([standing.cell for standing in standings], records)
-    for standing in standings:
-        if standing.finished and standing.cell.identity not in known:
-            print(f"recorded: {found_cells.record(standing, records / name)}", file=sys.stderr)
-            known.add(standing.cell.identity)
+    new = {s.cell.identity: s for s in reversed(standings) if s.finished and s.cell.identity not in known}
+    if new:
+        for path in found_cells.record([*reversed(new.values())], records / f"{name}.jsonl"):
+            print(f"recorded: {path}", file=sys.stderr)
 
 
 def _raise_first(failures: Sequence[RedgrapeError]) -> None:

@@ -20,13 +20,14 @@ from redgrape.cli.publish import publish
 from redgrape.data.prepare import prepare
 from redgrape.engines import devices
 from redgrape.errors import ConfigError, DataError, StorageError, enough_memory, unknown
+from redgrape.methods import RECOMMENDED, WITHOUT_TRAINING
 from redgrape.privacy.disclosure import disclosed, leak_in_one_line
 from redgrape.reading import run_tables
 from redgrape.reading.suites import cost, tables
 from redgrape.reading.suites.description import Cell, Suite, text
 from redgrape.reading.suites.found_cells import Standing
 from redgrape.reading.terminal import lines, printable
-from redgrape.runs.experiment import Experiment, override, put, read_toml
+from redgrape.runs.experiment import Experiment, NetOptions, override, put, read_toml
 from redgrape.runs.figures import FIGURES, OF_MANY_CLASSES
 from redgrape.runs.folder import RunFolder
 from redgrape.runs.run import REMEDY, Present, Run
@@ -36,13 +37,12 @@ if TYPE_CHECKING:
 
 
 def run(options: argparse.Namespace) -> None:
-    if folder := _new_run(options):
+    if folder := _new_run(Experiment.parse(described(options)), options):
         finish(folder, options)
 
 
-def _new_run(options: argparse.Namespace) -> RunFolder | None:
-    """The folder of the run that the options describe, when it is finished; None if it is only planned."""
-    experiment = Experiment.parse(described(options))
+def _new_run(experiment: Experiment, options: argparse.Namespace) -> RunFolder | None:
+    """The folder of a run of this experiment, when it is finished; None if it is only planned."""
     out = options.out or Path("runs") / run_name(experiment)
     if options.dry_run:
         print_plan(out, experiment, options)
@@ -61,13 +61,26 @@ def fit(options: argparse.Namespace) -> None:
 
     if options.export is not None:
         check_free(options.export)
-    if folder := _new_run(options):
+    if folder := _new_run(Experiment.parse(described(options)), options):
         model = None if options.export is None else export(folder.path, options.export)
         finish(folder, options, {} if model is None else {"model": str(model)})
         if not options.json:
             run = printable(folder.path)
             print(f"page: redgrape report {run}")
             print(f"model: redgrape export {run} MODEL" if model is None else f"model folder: {printable(model)}")
+
+
+def adjust(options: argparse.Namespace) -> None:
+    """A run of one round that starts from the model of a finished run. All clients are asked, and none trains."""
+    before = RunFolder.open(options.run).experiment().resolved()
+    changed = {"rounds": 1, "clients_per_round": "none", "start": str(options.run), "method": {"epochs": 0}}
+    values = {**before, **changed}
+    if with_method(values, options.method):
+        raise ConfigError(f"'{options.method}' names a baseline, and only the model of a run can be adjusted")
+    for assignment in options.config:
+        override(values, assignment)
+    if folder := _new_run(Experiment.parse(values), options):
+        finish(folder, options)
 
 
 def resume(options: argparse.Namespace) -> None:
@@ -89,6 +102,10 @@ def resume(options: argparse.Namespace) -> None:
 
 def compare(options: argparse.Namespace) -> None:
     """Train several methods on the same split and seeds."""
+    if options.recommended:
+        options.methods = list(dict.fromkeys([*_recommended(options), *options.methods]))
+    if not options.methods:
+        raise ConfigError("compare needs methods: name some, or add --recommended; `redgrape methods` lists them")
     cells: list[tuple[str, Experiment, Path]] = []
     for spec in sorted(options.methods, key=lambda spec: "@" in spec):  # baselines last
         for seed in options.seeds or [None]:
@@ -150,6 +167,12 @@ def compare(options: argparse.Namespace) -> None:
         command=command_of(options, "compare", *options.methods, "--on", options.on),
     )
     publish(table, options.out, as_json=options.json, more={"picture": str(picture)})
+
+
+def _recommended(options: argparse.Namespace) -> list[str]:
+    net = described(options).get("net", {})
+    is_frozen = isinstance(net, dict) and NetOptions.parse(net).is_frozen
+    return [*RECOMMENDED, *([WITHOUT_TRAINING] if is_frozen else [])]
 
 
 def described(options: argparse.Namespace) -> dict[str, Any]:

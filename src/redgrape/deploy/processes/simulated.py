@@ -10,6 +10,7 @@ import socket
 from importlib.util import find_spec
 from pathlib import Path
 
+from redgrape.data.table import SUFFIXES, listed
 from redgrape.deploy.setup.folder import Deployment
 from redgrape.errors import ConfigError, DataError, install
 
@@ -28,7 +29,7 @@ class SimulatedDeployment(Deployment):
             )
         for name in self.options.sites:
             if not data_of(data, name).exists():
-                raise DataError(f"there is no '{data / name}' nor '{data / name}.npz'; each site needs one of them")
+                raise DataError(f"there is no '{data / name}', nor a file {listed(_kinds(name))} in '{data}'")
         own = {"host": "127.0.0.1", "bind": "127.0.0.1", "port": _free_port(), "plain": True}
         self.options = self.options.model_copy(update=own)
 
@@ -38,8 +39,12 @@ class SimulatedDeployment(Deployment):
 
 
 def data_of(data: Path, name: str) -> Path:
-    """The path of a simulated site's data: the folder PATH/NAME, or PATH/NAME.npz."""
-    return data / name if (data / name).is_dir() else data / f"{name}.npz"
+    """The path of a simulated site's data: the folder PATH/NAME, PATH/NAME.npz, or a table."""
+    return next((data / kind for kind in (name, *_kinds(name)) if (data / kind).exists()), data / name)
+
+
+def _kinds(name: str) -> list[str]:
+    return [f"{name}{suffix}" for suffix in (".npz", *SUFFIXES)]
 
 
 def _free_port() -> int:

@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
-from redgrape import methods
 from redgrape.deploy.processes.superlink import Link
 from redgrape.deploy.processes.supervision import identity
 from redgrape.deploy.protocol import admission
@@ -28,18 +27,6 @@ _KINDS = {kind.exit_code: kind for kind in (ConfigError, Diverged, TooFewClients
 
 class Died(RedgrapeError):
     """The server's part of a run ended without a message."""
-
-
-def described(values: Mapping[str, Any]) -> Experiment:
-    """The experiment with these values. A user's own method is refused before it is loaded, because it is code."""
-    method = values.get("method")
-    name = method.get("name") if isinstance(method, Mapping) else None
-    if isinstance(name, str) and name.endswith(".py"):
-        raise ConfigError(
-            f"'{name}' is a method of your own, and sites run no code that comes with an experiment; "
-            f"choose from {', '.join(methods.names())}"
-        )
-    return Experiment.parse(values)
 
 
 def check(experiment: Experiment, options: DeployOptions) -> None:

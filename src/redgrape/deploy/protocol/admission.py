@@ -2,7 +2,8 @@
 checks it again before it answers, by its own site.toml.
 
     secure_aggregation    only methods whose server needs nothing but sums
-    class_rows            methods that send a row for each class, such as RedGrape's prototypes, only if this is true
+    class_rows            methods that send a row for each class, such as RedGrape's prototypes, only if this is true;
+                          without secure sums also those that send sums over each class, such as LDA's
     min_count             no site sends a gradient of a class with fewer examples, or how many there are. If this is
                           above 1, no gradient may be solvable for the examples behind it. The update of the model
                           itself may still disclose such a class
@@ -16,10 +17,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from redgrape import nets
+from redgrape import nets, own_code
 from redgrape.errors import ConfigError
 from redgrape.exchange import Parts
-from redgrape.exchange.parts import class_rows
+from redgrape.exchange.parts import class_rows, class_sums
 from redgrape.method import Site
 from redgrape.privacy import floors
 from redgrape.runs.experiment import Experiment
@@ -36,14 +37,15 @@ class NotAllowed(ConfigError):
 
 def why_refused(experiment: Experiment, options: DeployOptions | SiteOptions) -> str | None:
     """Why the options do not allow the experiment; None if they do."""
-    if experiment.net.name not in nets.NETS:
-        return f"net '{experiment.net.name}' is not one of redgrape's own, which are all that sites train"
+    name = experiment.net.name
+    if own_code.is_own(name) and not experiment.net.is_pretrained and not own_code.names_file(name):
+        return f"net '{name}' is a function of a module; sites take one of a file: file.py:function"
     if experiment.data.letterbox or experiment.data.normalise:
         return "data.letterbox and data.normalise have no effect at sites; leave them out"
     exchange, single = experiment.exchange, experiment.method.create().needs_single()
     parts, survey = crossing(experiment, options)
     summed, name = options.secure_aggregation, experiment.method.name
-    if (rows := class_rows(parts)) and not options.class_rows:
+    if (rows := [*class_rows(parts), *([] if summed else class_sums(parts))]) and not options.class_rows:
         return (
             f"method '{name}' sends class rows ({', '.join(rows)}), and class_rows is false; choose another method, "
             "or set class_rows=true in deploy.toml and every site.toml"
@@ -66,6 +68,8 @@ def crossing(experiment: Experiment, options: DeployOptions | SiteOptions) -> tu
     """The parts of an update, and a template of an answer to the survey."""
     sites = options.sites if isinstance(options.sites, int) else len(options.sites)
     shape, classes, seed = options.data.shape, len(options.data.classes), experiment.seed
-    build = partial(nets.build, experiment.net.name, shape, classes, seed)
-    site = Site(build, sites, classes, seed, 0, experiment.rounds, torch.device("cpu"))
+    build = partial(nets.build, **experiment.net.trained, shape=experiment.net.inputs(shape))
+    site = Site(
+        partial(build, num_classes=classes, seed=seed), sites, classes, seed, 0, experiment.rounds, torch.device("cpu")
+    )
     return exchanged(experiment.method.create(), site)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from typing import Any
 
 import torch
 
@@ -15,8 +16,8 @@ from redgrape.exchange.checks import MOST_EXAMPLES
 
 
 class PartialFederation:
-    """`own`: the number and the training examples of this party, if it is a site. `test`: its own test set. `joined`
-    holds what sites declare."""
+    """`own`: the number and the training examples of this party, if it is a site. `test`: its own test set. `shape`: of
+    what clients train on, if it is not that of the agreement. `joined` holds what sites declare."""
 
     def __init__(
         self,
@@ -27,12 +28,13 @@ class PartialFederation:
         test: Examples | None = None,
         auxiliary: Examples | None = None,
         tail: tuple[str, ...] = (),
+        shape: tuple[int, ...] | None = None,
     ) -> None:
         self.num_clients, self.num_classes = num_clients, len(agreement.classes)
-        self.class_names, self.input_shape = list(agreement.classes), agreement.shape
-        self._own, self._input = own, agreement.input
+        self.class_names, self.input_shape = list(agreement.classes), shape or agreement.shape
+        self._own, self._agreement = own, agreement
         self.evaluated_elsewhere = test is None
-        nothing = Examples(torch.zeros(0, *agreement.shape), torch.zeros(0, dtype=torch.int64))
+        nothing = Examples(torch.zeros(0, *self.input_shape), torch.zeros(0, dtype=torch.int64))
         self.test = nothing if test is None else test
         self.validation: Examples | None = None
         self.auxiliary = auxiliary
@@ -57,5 +59,7 @@ class PartialFederation:
 
     def fingerprint(self) -> str:
         """The fingerprint of the agreement. Who holds what is not known."""
-        agreed = [self.num_clients, self.class_names, list(self.input_shape), self._input]
+        agreement = self._agreement
+        agreed: list[Any] = [self.num_clients, self.class_names, list(agreement.shape), agreement.input]
+        agreed += [] if agreement.label is None else [agreement.label, agreement.numbers, agreement.categories]
         return hashlib.sha256(json.dumps(agreed).encode()).hexdigest()

@@ -4,10 +4,12 @@ Nothing that comes over the wire is trusted. Both sides read headers here, and t
 Tensors travel beside the header (wire.py). A message names its group of tensors by `carries`.
 
     join        who the node is, and whether its data fits
+    prepare     what takes long before the first round, such as the embeddings of a frozen encoder
+    columns     sums over the columns of a table
     survey      what a method must know before the first round
     train       a client's round
     evaluate    the scores of a model on the site's test set
-    sum         one stage of a secure sum (secure_sum.py) of the answers to one of the last three
+    sum         one stage of a secure sum (secure_sum.py) of the answers to one of the last four
 """
 
 from __future__ import annotations
@@ -75,18 +77,33 @@ class JoinQuestion(Question):
 
 
 @dataclass(frozen=True, kw_only=True)
-class _OfRun(Question):
+class OfRun(Question):
+    """`files`: SHA-256 of the user's code and the pretrained encoder that the experiment names. `columns`: how rows of
+    a table become inputs, once it is known."""
+
     run: str  # the name under which sites keep their states
     experiment: str  # TOML
+    files: dict[str, Any] | None = None
+    columns: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
-class SurveyQuestion(_OfRun):
+class PrepareQuestion(OfRun):
+    kind = "prepare"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ColumnsQuestion(OfRun):
+    kind = "columns"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SurveyQuestion(OfRun):
     kind = "survey"
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainQuestion(_OfRun):
+class TrainQuestion(OfRun):
     """`state`, `state_key`: the round and the key of the client's state that the server counts on; None before the
     client's first. `reach`: how many rounds the server may go back."""
 
@@ -98,7 +115,7 @@ class TrainQuestion(_OfRun):
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvaluateQuestion(_OfRun):
+class EvaluateQuestion(OfRun):
     kind, carries = "evaluate", "model"
 
 
@@ -111,7 +128,7 @@ class Stage(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SumQuestion(_OfRun):
+class SumQuestion(OfRun):
     """A stage of the sum with this name, and all fields of the question whose answers are added."""
 
     kind = "sum"
@@ -132,13 +149,22 @@ class SumQuestion(_OfRun):
 
     def added(self) -> Question:
         """The question whose answers are added."""
-        if self.of not in ("survey", "train", "evaluate"):
+        if self.of not in ("columns", "survey", "train", "evaluate"):
             raise NotUnderstood(f"the server asks for a sum of {self.of[:40]!r}, which is not known here")
         return read_question({**self.to_header(), "kind": self.of})
 
 
 _QUESTIONS: Mapping[str, type[Question]] = {
-    question.kind: question for question in (JoinQuestion, SurveyQuestion, TrainQuestion, EvaluateQuestion, SumQuestion)
+    question.kind: question
+    for question in (
+        JoinQuestion,
+        PrepareQuestion,
+        ColumnsQuestion,
+        SurveyQuestion,
+        TrainQuestion,
+        EvaluateQuestion,
+        SumQuestion,
+    )
 }
 
 
@@ -178,6 +204,16 @@ class JoinAnswer(Answer):
     cpu: str
     examples: int | None = None
     tests: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrepareAnswer(Answer):
+    pass
+
+
+@dataclass(frozen=True, kw_only=True)
+class ColumnsAnswer(Answer):
+    carries = "columns"
 
 
 @dataclass(frozen=True, kw_only=True)

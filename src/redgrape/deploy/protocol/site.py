@@ -14,28 +14,34 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import safetensors
 import torch
+from pydantic import ValidationError
 
 import redgrape
-from redgrape import methods, nets, tree
+from redgrape import tree
 from redgrape.data.examples import Examples
 from redgrape.data.prepare import augmentation
-from redgrape.deploy.protocol import admission, messages
+from redgrape.data.table import Columns
+from redgrape.deploy.protocol import admission, inputs, messages, own_parts
 from redgrape.deploy.protocol.admission import NotAllowed
 from redgrape.deploy.protocol.known_federation import PartialFederation
 from redgrape.deploy.protocol.messages import (
     Answer,
+    ColumnsAnswer,
+    ColumnsQuestion,
     EvaluateAnswer,
     EvaluateQuestion,
     Failure,
     JoinAnswer,
     JoinQuestion,
+    OfRun,
+    PrepareAnswer,
+    PrepareQuestion,
     Question,
     Stage,
     SumAnswer,
@@ -66,9 +72,9 @@ class DeployedSite:
     """One site with its data, which has been checked."""
 
     def __init__(self, folder: SiteFolder, data: Path, states: Path | None = None) -> None:
-        self.options = folder.options
+        self.options, self._folder = folder.options, folder
         agreement, index = self.options.data, self.options.index
-        self.train, self.test = site_data.load(data, folder.path / "cache", agreement, hold_out=self.options.evaluates)
+        self.train, self.test = site_data.load(data, self._cache, agreement, hold_out=self.options.evaluates)
         if not len(self.train):
             raise DataError(f"'{data}' holds no training example; a site needs at least one to take part")
         if self.options.evaluates and not len(self.test):
@@ -76,8 +82,12 @@ class DeployedSite:
         self.index = index
         self._evaluated = self._reported_test_set()
         self._states = SiteStates(folder.states if states is None else states)
-        self._prepared: tuple[str, ClientHalf] | None = None
+        self._prepared: tuple[Any, ClientHalf] | None = None
         self._sums: tuple[str, Member] | None = None  # the name of the sum under way
+
+    @property
+    def _cache(self) -> Path:
+        return self._folder.path / "cache"
 
     def counts(self) -> dict[str, int]:
         """The number of training examples of each class. Only the site itself sees it."""
@@ -106,13 +116,17 @@ class DeployedSite:
         except StateMissing as error:
             return Failure(site=self.index, error=str(error), no_state=True).to_header(), {}
         except Exception as error:  # a site that fails must say so, and remain available for the next question
-            return Failure(site=self.index, error=_for_the_server(error)).to_header(), {}
+            words = _for_the_server(error).replace(f"{self._folder.path}{os.sep}", "")
+            return Failure(site=self.index, error=words).to_header(), {}
 
     def _answered(self, question: Question, parts: Parts) -> tuple[Answer, dict[str, bytes]]:
         if isinstance(question, JoinQuestion):
             if self.options.secure_aggregation and not question.secure_aggregation:
                 raise NotAllowed(f"{_ONLY_SUMS}, and the server asks without them")
             return self._join(), {}
+        if isinstance(question, PrepareQuestion):
+            self._half(question)
+            return PrepareAnswer(site=self.index), {}
         if isinstance(question, SumQuestion):
             return self._sum(question, parts)
         if self.options.secure_aggregation:
@@ -122,6 +136,9 @@ class DeployedSite:
 
     def _computed(self, question: Question, parts: Parts) -> tuple[Answer, Tree]:
         match question:
+            case ColumnsQuestion():
+                self._experiment(question)
+                return ColumnsAnswer(site=self.index), inputs.sums(self.options.data.columns(), self.train)
             case SurveyQuestion():
                 return self._survey(question)
             case TrainQuestion():
@@ -149,11 +166,11 @@ class DeployedSite:
         )
 
     def _survey(self, question: SurveyQuestion) -> tuple[Answer, Tree]:
-        _, answer = next(self._half(question.experiment).survey([self.index]))
+        _, answer = next(self._half(question).survey([self.index]))
         return SurveyAnswer(site=self.index), answer
 
     def _train(self, question: TrainQuestion, broadcast: Tree) -> tuple[TrainAnswer, Tree]:
-        half, run, round, start = self._half(question.experiment), question.run, question.round, question.state
+        half, run, round, start = self._half(question), question.run, question.round, question.state
         answer = half.run(self.index, broadcast, self._state(question), round)
         new = tree.ordered(answer.state)
         key = self._states.save(run, round, new, question.reach, start) if new else None
@@ -174,7 +191,7 @@ class DeployedSite:
                 "and evaluates on no other (min_count in its site.toml)"
             )
         starts = sums.batch_starts(self._evaluated)
-        scores = self._half(question.experiment).score(tree.flatten(model), "test", starts)
+        scores = self._half(question).score(tree.flatten(model), "test", starts)
         return EvaluateAnswer(site=self.index), evaluation.combine([scores]).shared()
 
     def _sum(self, question: SumQuestion, parts: Parts) -> tuple[SumAnswer, dict[str, bytes]]:
@@ -184,8 +201,12 @@ class DeployedSite:
 
         stage = Stage(question.stage, question.arrived, question.lost)
         if stage.name == "keys":
-            self._half(question.experiment)  # NotAllowed and StateMissing come before anybody computes
-            if isinstance(added := question.added(), TrainQuestion):
+            # NotAllowed and StateMissing come before anybody computes.
+            if isinstance(added := question.added(), ColumnsQuestion):
+                self._experiment(added)
+            else:
+                self._half(question)
+            if isinstance(added, TrainQuestion):
                 self._state(added)
             self._sums = question.sum, Member(self.index)
         if self._sums is None or self._sums[0] != question.sum:
@@ -204,28 +225,52 @@ class DeployedSite:
         if not isinstance(answer, TrainAnswer):
             return None, value
         broadcast = _tree(parts, added.carries)
-        summand = self._half(question.experiment).summand(self.index, broadcast, value, question.round)
+        summand = self._half(question).summand(self.index, broadcast, value, question.round)
         return answer.state_key, summand
 
-    def _half(self, text: str) -> ClientHalf:
+    def _half(self, question: OfRun) -> ClientHalf:
         """The client half of the method of the server's experiment."""
-        experiment = _parse(text)
-        key = experiment.hash()
-        if self._prepared is None or self._prepared[0] != key:
-            self._prepared = key, self._client_half(experiment)
+        task = question.experiment, question.files, question.columns
+        if self._prepared is None or self._prepared[0] != task:
+            self._prepared = task, self._client_half(self._experiment(question), self._columns(question))
         return self._prepared[1]
 
-    def _client_half(self, experiment: Experiment) -> ClientHalf:
-        options = self.options
-        if reason := admission.why_refused(experiment, options):
+    def _experiment(self, question: OfRun) -> Experiment:
+        """The server's experiment, with this site's own files. NotAllowed if its policy does not allow it."""
+        try:
+            values = tomllib.loads(question.experiment)
+        except (ValueError, RecursionError) as error:
+            raise NotUnderstood(f"its experiment is not valid TOML: {error}") from error
+        experiment = Experiment.parse(own_parts.here(values, question.files or {}, self._folder))
+        if reason := admission.why_refused(experiment, self.options):
             raise NotAllowed(f"this site's policy (site.toml) does not allow the experiment: {reason}")
-        augment = augmentation(experiment.data, 1 + len(options.data.shape))
-        train = replace(self.train, augment=augment)
+        return experiment
+
+    def _columns(self, question: OfRun) -> Columns | None:
+        """How rows of a table become inputs. Only the scaling is the server's; the rest was agreed on."""
+        if self.options.data.label is None:
+            return None
+        try:
+            columns = Columns.model_validate(question.columns)
+        except ValidationError as error:
+            raise NotUnderstood("the columns of the table did not come with the question") from error
+        names = [(column.name, column.can_be_missing, column.categories) for column in columns.columns]
+        if names != [(column.name, True, column.categories) for column in self.options.data.columns().columns]:
+            raise NotUnderstood("the columns of the table are not those agreed on")
+        return columns
+
+    def _client_half(self, experiment: Experiment, columns: Columns | None) -> ClientHalf:
+        options, shape = self.options, self.options.data.shape
+        change = inputs.change(experiment.net, shape, columns, self._cache)
+        train = change(replace(self.train, augment=augmentation(experiment.data, 1 + len(shape))))
         federation = PartialFederation(
-            options.data, options.sites, own=(self.index, train), test=self._evaluated if options.evaluates else None
+            options.data,
+            options.sites,
+            own=(self.index, train),
+            test=change(self._evaluated) if options.evaluates else None,
+            shape=experiment.net.inputs(shape),
         )
-        build = partial(nets.build, experiment.net.name, options.data.shape, federation.num_classes, experiment.seed)
-        exchange = experiment.exchange
+        build, exchange = experiment.builder(federation), experiment.exchange
         method = experiment.method.create()
         return ClientHalf(method, federation, build, experiment.seed, experiment.rounds, _CPU, exchange=exchange)
 
@@ -238,18 +283,6 @@ def _for_the_server(error: Exception) -> str:
         return words
     print("".join(traceback.format_exception(error)), file=sys.stderr, flush=True)
     return f"{type(error).__name__} at this site; its log has the details"
-
-
-def _parse(text: str) -> Experiment:
-    try:
-        values = tomllib.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise NotUnderstood(f"its experiment is not valid TOML: {error}") from error
-    method = values.get("method")
-    name = method.get("name") if isinstance(method, dict) else None
-    if name not in methods.names():  # a path would be loaded as code
-        raise ConfigError(f"the server asks for the method {str(name)[:60]!r}, which is not one of redgrape's own")
-    return Experiment.parse(values)
 
 
 def _tree(parts: Parts, name: str) -> Tree:

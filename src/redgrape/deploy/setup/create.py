@@ -9,11 +9,14 @@ from typing import Any
 
 import tomli_w
 
+from redgrape import own_code
 from redgrape.data.federation import MANY
 from redgrape.data.prepare import AT_SITES
+from redgrape.data.table import SUFFIXES
 from redgrape.deploy.setup import certificates
 from redgrape.deploy.setup.certificates import Certificate, PrivateKey
 from redgrape.deploy.setup.folder import (
+    DataAgreement,
     Deployment,
     DeployOptions,
     SiteOptions,
@@ -77,15 +80,13 @@ _SITE_README = """\
 Your data stays on your machine. You need Python 3.11 or newer, this folder, and an outgoing connection to {address}
 (TCP). Nobody connects to you.
 
-1. Install: `pip install 'redgrape[flower,images]'`, or `pip install -e '.[flower,images]'` in a clone, in the same
+1. Install: `pip install -e '.[flower,images]'` in a clone of redgrape, in the same
    version as the server.
 2. Check your setup: `redgrape doctor . --data PATH`.
 3. Start: `redgrape deploy site . --data PATH` (or `./start.sh PATH`), and leave it running. It reconnects by itself.
    Ctrl-C ends it; start it again whenever you like: your site is known by its key.
 
-PATH is a folder with a sub-folder for each class, or an `.npz` file with `x`, `y` and, if classes are not simply
-numbered, `class_names`. The classes are: {classes}. You need not hold all of them. An input has the shape {shape}
-({input}).{evaluation}
+PATH is {path}. The classes are: {classes}. You need not hold all of them.{input}{evaluation}
 
 What leaves your site:
 
@@ -95,7 +96,8 @@ What your site takes part in is its policy, in `site.toml` (`secure_aggregation`
 `min_clients`). It is enforced here, whatever the server asks for. Your site refuses what the policy does not allow, and
 tells you why. To change the policy, edit `site.toml` and start the site again. Within it the server chooses the method
 and its settings. It also sends the Flower app, which is code: only the app with the SHA-256 `app` in `site.toml` runs
-here.
+here. No other code is sent. If an experiment needs code of its own, your site runs your copy in `files/`, and only if
+`[allowed]` in `site.toml` has its name and SHA-256.
 
 `key` is your site's key: keep it secret, readable only by you. `states/` holds what your site must remember between
 rounds: keep it during a run.
@@ -110,6 +112,9 @@ _LEAVES = """\
 - {evaluation};
 - who you are: the name of your site, the versions of redgrape, torch and numpy, and the kind of processor;
 - that something failed, and what kind of failure it was; what it was exactly is in `resident.log`, which stays here."""
+
+_COLUMNS = """\
+- before the first round, for each column of numbers, how many you know, their sum and the sum of their squares;"""
 
 _MASKED = """
 
@@ -173,6 +178,9 @@ def deployed(experiment: Experiment, options: DeployOptions) -> Experiment:
     values = experiment.resolved()
     data = {"source": AT_SITES, "imbalance": "natural", "partition": "natural", "clients": len(options.sites)}
     kept = {key: values["data"][key] for key in ("crop", "flip", "cutout", "auxiliary")}
+    for section, key in (("method", "name"), ("net", "name"), ("net", "weights")):  # the run is carried out elsewhere
+        if own_code.names_file(name := values[section][key]) or (key == "weights" and name != "none"):
+            values[section][key] = str(Path(name).resolve())
     return Experiment.parse({**values, "data": {**data, **kept}})
 
 
@@ -271,8 +279,7 @@ def _fill_site(path: Path, name: str, index: int, options: DeployOptions, author
         "name": name,
         "address": options.address,
         "classes": ", ".join(options.data.classes),
-        "shape": " x ".join(map(str, options.data.shape)),
-        "input": "pixels as uint8" if options.data.input == "uint8" else "numbers",
+        **_data_in_words(options.data),
         "evaluation": evaluation,
         "leaves": _leaves(site),
     }
@@ -283,6 +290,23 @@ def _fill_site(path: Path, name: str, index: int, options: DeployOptions, author
         (path / "ca.crt").write_bytes(authority)
         write_private(path / "key", private)
         (path / "key.pub").write_bytes(public)
+
+
+_ARRAYS = """\
+a folder with a sub-folder for each class, or an `.npz` file with `x`, `y` and, if classes are not simply
+numbered, `class_names`"""
+
+
+def _data_in_words(data: DataAgreement) -> dict[str, str]:
+    if data.label is None:
+        kind = "pixels as uint8" if data.input == "uint8" else "numbers"
+        return {"path": _ARRAYS, "input": f" An input has the shape\n{' x '.join(map(str, data.shape))} ({kind})."}
+    columns = [f"- {name}: numbers" for name in data.numbers]
+    columns += [f"- {name}: one of {', '.join(categories)}" for name, categories in data.categories.items()]
+    said = "\n".join(
+        ["", "", "An empty cell is a missing value. Columns that are not listed here are not read:", "", *columns, ""]
+    )
+    return {"path": f"a table ({', '.join(SUFFIXES)}) with the classes in the column `{data.label}`", "input": said}
 
 
 def _leaves(site: SiteOptions) -> str:
@@ -301,6 +325,7 @@ def _leaves(site: SiteOptions) -> str:
     )
     rows = _ROWS.format(min_count=site.min_count) if site.class_rows else "no row of a class: your site refuses"
     words = _LEAVES.format(rows=rows, counts=counts, evaluation=evaluation)
+    words = words if site.data.label is None else f"{_COLUMNS}\n{words}"
     return words + _MASKED if site.secure_aggregation else words
 
 

@@ -12,15 +12,16 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Literal
 
+from redgrape import own_code
 from redgrape.deploy.processes import submission
 from redgrape.deploy.processes.server_role import check_port
 from redgrape.deploy.processes.site_role import AHEAD, BEHIND, check_server, clock_ahead, why_clock_is_wrong
 from redgrape.deploy.processes.superlink import Link
 from redgrape.deploy.setup import certificates, site_data
 from redgrape.deploy.setup.create import deployed
-from redgrape.deploy.setup.folder import Deployment, SiteFolder, policy_in_words
+from redgrape.deploy.setup.folder import FILES, Deployment, SiteFolder, policy_in_words
 from redgrape.errors import BusyError, RedgrapeError, install
-from redgrape.runs.experiment import read_toml
+from redgrape.runs.experiment import Experiment
 
 SOON = 30.0  # days before expiry at which a certificate gets a warning
 FREE = 1 << 30  # bytes
@@ -80,6 +81,8 @@ def _site(path: Path, data: Path | None) -> Iterator[Finding]:
         yield _certificate(folder.authority, "ask the server's people for a new ca.crt")
         yield _look("key", lambda: certificates.check_private(folder.key))
         yield _look("key pair", lambda: _same_key(folder))
+    if folder.options.allowed:
+        yield _look("allowed", lambda: _own_files(folder))
     yield _reachable(folder)
     yield _clock(folder)
     if data is None:
@@ -114,7 +117,7 @@ def _versions() -> Iterator[Finding]:
 
 
 def _experiment(deployment: Deployment) -> str:
-    experiment = submission.described(read_toml(deployment.path / "experiment.toml"))
+    experiment = Experiment.read(deployment.path / "experiment.toml")
     submission.check(experiment, deployment.options)
     experiment = deployed(experiment, deployment.options)
     return f"{experiment.method.name}, {experiment.rounds} rounds"
@@ -181,6 +184,14 @@ def _clock_finding(ahead: float) -> Finding:
     if wrong is not None:
         return Finding("clock", "warning" if -BEHIND <= ahead <= AHEAD else "bad", wrong)
     return Finding("clock", "good", f"{abs(ahead):.0f} seconds {'ahead of' if ahead > 0 else 'behind'} the server's")
+
+
+def _own_files(folder: SiteFolder) -> str:
+    code = {name: digest for name, digest in folder.options.allowed.items() if name.endswith(".py")}
+    for name, digest in code.items():
+        if own_code.digests([folder.path / FILES / name])[name] != digest:
+            raise RedgrapeError(f"{FILES}/{name} is another file than the one that site.toml allows")
+    return f"{len(code)} files of code as site.toml allows them"
 
 
 def _site_data(folder: SiteFolder, data: Path) -> str:

@@ -13,15 +13,27 @@ Only their owner can read keys.
 from __future__ import annotations
 
 import ipaddress
+import math
 import os
 import re
 import tomllib
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar, cast
 
 import tomli_w
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    ValidationError,
+    model_serializer,
+    model_validator,
+)
 
+from redgrape.data.table import Column, Columns
 from redgrape.errors import ConfigError
 from redgrape.runs import durable
 from redgrape.validation import one_line, short
@@ -31,6 +43,8 @@ FEWEST_IN_SUM = 3  # sites in a secure sum
 WHY_THREE = "with two, each learns from the sum what the other sent"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,39}")
 _LABEL = re.compile(r"[A-Za-z0-9]([A-Za-z0-9-]{0,61}[A-Za-z0-9])?")
+ALLOWED = "allowed"  # the section of site.toml
+FILES = "files"  # in a site's folder: its own copies of code and weights that experiments name
 _Folder = TypeVar("_Folder", bound="_Described")
 
 
@@ -78,8 +92,35 @@ class DataAgreement(BaseModel):
         description="the shape of an input: channels, height and width of an image, or the length of a vector",
         min_length=1,
     )
-    input: Literal["uint8", "float"] = Field("uint8", description="uint8 pixels, or numbers")
+    input: Literal["uint8", "float", "table"] = Field("uint8", description="uint8 pixels, numbers, or rows of a table")
     image_size: int | None = Field(None, ge=1, description="resize the images of folders to this many pixels square")
+    label: str | None = Field(None, description="the column of a table that holds the classes")
+    numbers: Names = Field((), description="the columns of a table that hold numbers")
+    categories: dict[str, Names] = Field(
+        default_factory=dict, description="the columns of a table that hold categories, and all their categories"
+    )
+
+    @model_validator(mode="after")
+    def _columns_give_the_shape(self) -> Self:
+        if (self.input == "table") != (self.label is not None):
+            raise ValueError("label names the column of classes of a table, for input = 'table' and nothing else")
+        if self.label is not None and (width := self.columns().width) != math.prod(self.shape):
+            raise ValueError(f"the columns give {width} inputs, and shape is {list(self.shape)}")
+        return self
+
+    @model_serializer(mode="wrap")
+    def _without_unused(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """The keys of tables are there only for tables."""
+        return {k: v for k, v in dump(self).items() if self.label or k not in ("label", "numbers", "categories")}
+
+    def columns(self) -> Columns:
+        """The columns of a table before they are scaled. So that all sites give the same inputs, each has one for `is
+        missing`, and all agreed categories."""
+        kinds = [(name, None) for name in self.numbers] + [
+            (name, list(c)) for name, c in sorted(self.categories.items())
+        ]
+        columns = [Column(name=name, can_be_missing=True, categories=categories) for name, categories in kinds]
+        return Columns(label=str(self.label), columns=columns)
 
 
 class Deadlines(BaseModel):
@@ -116,9 +157,10 @@ class _Described(BaseModel):
         lines: list[str] = []
         for line in tomli_w.dumps(self.model_dump(mode="json", exclude_none=True)).splitlines():
             if table := re.fullmatch(r"\[(\w+)\]", line):
-                annotation = type(self).model_fields[table[1]].annotation
-                assert isinstance(annotation, type) and issubclass(annotation, BaseModel)
-                model = annotation
+                field = type(self).model_fields[table[1]]
+                of_keys = isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)
+                model = cast("type[BaseModel]", field.annotation) if of_keys else BaseModel
+                lines += [f"# {field.description}"] if field.description else []
             elif (key := line.partition(" = ")[0]) in model.model_fields:
                 words = model.model_fields[key].description
                 lines += [f"# {words}"] if words else []
@@ -186,6 +228,10 @@ class SiteOptions(_Described):
     min_count: int = Field(8, ge=1, description="policy: send no row of a class with fewer examples than this")
     min_clients: int = Field(3, ge=1, description="policy: no row of a class may be released if fewer sites send one")
     data: DataAgreement
+    allowed: dict[str, Annotated[str, Field(pattern="^[0-9a-f]{64}$")]] = Field(
+        default_factory=dict,
+        description="policy: code in files/ that may run here, and encoders of other packages, with their SHA-256",
+    )
 
     @model_validator(mode="after")
     def _safe(self) -> Self:
@@ -201,7 +247,8 @@ class SiteOptions(_Described):
 def policy_in_words(options: SiteOptions) -> str:
     """A site's policy in one line, for its engineer."""
     sums = "answers only in secure sums" if options.secure_aggregation else "sends its own update, without secure sums"
-    return f"{sums}; {'sends class rows' if options.class_rows else 'sends no class rows'}"
+    code = f"; may run {', '.join(options.allowed)}" if options.allowed else ""
+    return f"{sums}; {'sends class rows' if options.class_rows else 'sends no class rows'}{code}"
 
 
 def is_loopback(host: str) -> bool:

@@ -3,7 +3,8 @@
 Runs of one setting differ only by method and seed, so their curves can be compared:
 
     settings   [{title, facts, notes, methods: [{label, runs, hyper, file, toml, commands}]}]
-    runs       {id: {seed, state, done, result, per_class, tested, confusion, norms, split, ...}}
+    runs       {id: {seed, state, done, result, per_class, tested, confusion, norms, split, reliability: [{title, ece,
+               bins}], sites: [{site, examples, ...}], ...}}
     splits     {fingerprint: {class_names, known, class_counts, client_names, client_counts, groups, order: from head to
                tail}}
     rounds     {id: {round: [...], accuracy: [...], ...}}: one column per figure, null if there is none
@@ -30,7 +31,7 @@ from redgrape.reading import judged
 from redgrape.reading.gap import baseline
 from redgrape.reading.gap import notes as gap_notes
 from redgrape.reading.page.reading import Reading
-from redgrape.reading.run_tables import EXTRA_DATA, Result, cell, other_data, run_label
+from redgrape.reading.run_tables import EXTRA_DATA, Result, cell, other_data, run_label, started
 from redgrape.reading.terminal import printable
 from redgrape.runs.figures import FIGURES, unpacked, window
 
@@ -129,15 +130,38 @@ def _run(reading: Reading, split: dict[str, Any] | None) -> dict[str, Any]:
         "rounds": int(view.experiment["rounds"]),
         "split": text((view.environment or {}).get("split", "")),
         "result": {figure: number(result.get(figure)) for figure in FIGURES},
+        "is_best": bool((summary or {}).get("best_round")),
         "averaged": len(summary["averaged_rounds"]) if summary else len(last),
         "per_class": _numbers(per_class, C),
         "tested": _numbers(judged.counts_of(view.environment, summary), C),
         "confusion": _confusion((summary or {}).get("confusion"), C),
         "norms": _norms((summary or {}).get("classifier_norms"), C),
+        "reliability": _reliability(reading.evaluation),
+        "sites": [_site(row) for row in reading.evaluation.get("sites", [])],
         "threshold": _threshold(view.experiment["method"].get("threshold")),
         "rejected": sum(len(record.get("rejected") or ()) for record in view.metrics),
         "versions": _versions(view.environment),
     }
+
+
+def _reliability(evaluation: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The bins of the final model: before calibration, and after it if it was calibrated."""
+    after = evaluation.get("calibrated")
+    lines = {"before calibration" if after else "": evaluation, "after calibration": after or {}}
+    names = ("examples", "certainty", "accuracy")
+    return [
+        {
+            "title": title,
+            "ece": number(of.get("ece")),
+            "bins": [[number(row.get(name)) for name in names] for row in of["reliability"]],
+        }
+        for title, of in lines.items()
+        if of.get("reliability")
+    ]
+
+
+def _site(row: Mapping[str, Any]) -> dict[str, Any]:
+    return {"site": text(row["site"]), **{name: number(row.get(name)) for name in ("examples", "classes", *FIGURES)}}
 
 
 def _threshold(value: Any) -> str:
@@ -270,10 +294,11 @@ def _methods(keys: Sequence[str], readings: Mapping[str, Reading], runs: Mapping
     for key in keys:
         experiment = readings[key].view.experiment
         told = json.dumps(experiment["method"], sort_keys=True, default=str) + baseline(experiment)
+        told += started(experiment)
         together.setdefault(told, []).append(key)
     groups = list(together.values())
     experiments = [readings[members[0]].view.experiment for members in groups]
-    titles = [text(run_label(e["method"]) + baseline(e)) for e in experiments]
+    titles = [text(run_label(e["method"]) + baseline(e) + started(e)) for e in experiments]
     labels = _distinct(titles, [e["method"] for e in experiments])
     methods = []
     for label, members, experiment in zip(labels, groups, experiments, strict=True):
@@ -337,7 +362,7 @@ def _clients(reading: Reading) -> int | None:
     if baseline(reading.view.experiment):
         return int(data["clients"])
     known = judged.clients_in(reading.view.environment or {})
-    return known or (None if data["partition"] == "natural" else int(data["clients"]))
+    return known or (None if judged.brings_clients(data["partition"]) else int(data["clients"]))
 
 
 def _title(experiment: Mapping[str, Any], clients: int | None) -> str:
@@ -356,7 +381,7 @@ def _facts(readings: Sequence[Reading]) -> list[list[str]]:
     experiment = readings[0].view.experiment
     data, sampled = experiment["data"], experiment.get("clients_per_round", "none")
     ratio = "" if data["imbalance"] == "natural" else f", imbalance ratio {data['ir']:g}"
-    alpha = "" if data["partition"] in ("iid", "natural") else f", alpha {data['alpha']:g}"
+    alpha = f", alpha {data['alpha']:g}" if judged.has_alpha(data["partition"]) else ""
     clients = _clients(readings[0])
     among = "" if clients is None else f" of {clients}"
     each = f"all{among}" if sampled == "none" else f"{sampled}{among}, drawn anew"

@@ -25,6 +25,10 @@ const READ = {
     it. Dashed: classifiers that serve the training only.`,
   confusion: `Each row is a true class, each column what the model said, from frequent to rare; a row adds up to 100 %.
     The diagonal is right. A rare class that is taken for a frequent one stands in the lower left.`,
+  sites: `How each site fares with the final model, on its own test examples. A site may lack classes, and a site with few
+    examples says little. A model that is good on average may fail one of them.`,
+  reliability: `Test examples are grouped by the highest probability that the final model gives. On the dotted line, it is
+    right as often as it says; below it, it is too sure of itself. The error is the mean distance from the line.`,
   about: "What all methods of this setting have in common, and each method's own hyper-parameters.",
   tail: `How many training examples there are of each class, over all clients. The test set is separate, and no client
     holds any of it.`,
@@ -563,7 +567,75 @@ function confusionCard() {
   });
   const seeds = matrices.length > 1 ? `, ${matrices.length} seeds together` : "";
   return card(title, READ.confusion, methodChoice("matrix", having, method), map,
-    note(`In %, of the model after the last round${seeds}.`));
+    note(`In %, of the final model${seeds}.`));
+}
+
+// What `redgrape evaluate` adds
+
+const evaluated = (name) => setting().methods.filter((method) => runsOf(method).some((run) => run[name]?.length));
+
+function evaluatedCards() {
+  const cards = known([sitesCard(), reliabilityCard()]);
+  return cards.length ? [heading("The final models, looked at closely"), ...cards] : [];
+}
+
+function sitesOf(method) {
+  const rows = runsOf(method).flatMap((run) => run.sites || []);
+  return [...new Set(rows.map((row) => row.site))].map((site) => {
+    const here = rows.filter((row) => row.site === site), of = (name) => mean(known(here.map((row) => row[name])));
+    return { site, ...Object.fromEntries(["examples", ...Object.keys(FIGURES)].map((name) => [name, of(name)])) };
+  }).sort((a, b) => b.examples - a.examples);
+}
+
+function sitesCard() {
+  const having = evaluated("sites"), figures = ["accuracy", "balanced", "macro_f1", "tail"];
+  if (!having.length) return null;
+  const titles = figures.map((figure) => `${FIGURES[figure]}, %`), few = 10;
+  const worst = having.map((method) => {
+    const all = sitesOf(method), many = all.filter((row) => row.examples >= few), rows = many.length ? many : all;
+    return [wide(method.label), ...figures.map((figure) => {
+      const lowest = rows.filter((row) => row[figure] !== null).sort((a, b) => a[figure] - b[figure])[0];
+      return lowest ? `${percent(lowest[figure])} (${lowest.site})` : "–";
+    })];
+  });
+  const tables = having.map((method) => details(`sites ${method.label}`, `${method.label}: every site`,
+    table(["site", "test examples", ...titles], sitesOf(method).map((row) =>
+      [wide(row.site), Math.round(row.examples), ...figures.map((figure) => percent(row[figure]))]))));
+  return card("The worst site", READ.sites, table(["method", ...titles], worst),
+    note(`The lowest of all sites with at least ${few} test examples.`), ...tables);
+}
+
+function reliabilityCard() {
+  const having = evaluated("reliability");
+  if (!having.length) return null;
+  const method = having.find((m) => m.label === chosen.reliable) || having.find((m) => look(m) === 0) || having[0];
+  const run = runsOf(method).find((one) => one.reliability?.length), left = 40, top = 26;
+  const side = Math.min(chartWidth - left - 12, 420), bottom = top + side;
+  const x = (share) => left + share * side, y = (share) => bottom - share * side;
+  const root = canvas(bottom + 40, `Reliability of ${method.label}`);
+  for (const tick of [0, 0.25, 0.5, 0.75, 1]) {
+    line(root, "grid", left, y(tick), left + side, y(tick));
+    write(root, left - 6, y(tick) + 4, String(100 * tick), "end");
+    write(root, x(tick), bottom + 17, String(100 * tick));
+  }
+  write(root, x(0.5), bottom + 35, "highest probability, %");
+  write(root, 0, 12, "right, %", "start");
+  root.append(svg("path", { class: "whisker", fill: "none", "stroke-dasharray": "2 4", d: `M${x(0)},${y(0)}L${x(1)},${y(1)}` }));
+  const rows = [];
+  run.reliability.forEach(({ title, ece, bins }, i) => {
+    const points = bins.filter(([n]) => n), at = points.map(([, p, right]) => [x(p), y(right)]);
+    const group = svg("g", { class: i ? "m1" : colour(method) },
+      svg("polyline", { class: "line", fill: "none", points: pointsOf(at), "stroke-dasharray": i ? "7 4" : null }));
+    at.forEach(([px, py], j) => group.append(svg("path", { class: "dot", d: MARKERS[i], transform: `translate(${px},${py})` },
+      svg("title", {}, `${plural(points[j][0], "example")}: right ${percent(points[j][2])} %`))));
+    root.append(group);
+    rows.push(...points.map(([n, p, right]) => [wide(title || "the model"), n, percent(p), percent(right)]));
+  });
+  const errors = run.reliability.map(({ title, ece }) => `${title || "error"}: ${percent(ece)} %`).join(", ");
+  return card("Is it as sure as it is right?", READ.reliability, methodChoice("reliable", having, method), root,
+    note(`Expected calibration error, seed ${run.seed}: ${errors}.`
+      + (run.reliability.length > 1 ? " Dashed: after calibration on validation examples." : "")),
+    asTable("reliability", ["", "examples", "highest probability, %", "right, %"], rows));
 }
 
 // Class rows
@@ -631,9 +703,10 @@ function suiteCard(suite) {
 function resultsCard() {
   const methods = setting().methods, runs = methods.flatMap(runsOf), figures = Object.keys(FIGURES);
   const averaged = [...new Set(runs.map((run) => run.averaged))], seeds = largest(methods.map((m) => m.runs.length));
+  const ofBest = runs.every((run) => run.is_best);
   const last = averaged.length === 1 ? plural(averaged[0], "evaluated round") : "evaluated rounds";
   const words = [
-    `Accuracy on the test set, mean of the last ${last}${seeds > 1 ? ", mean ± standard deviation over seeds" : ""}.`,
+    `Accuracy on the test set, ${ofBest ? "of the best round by validation" : `mean of the last ${last}`}${seeds > 1 ? ", mean ± standard deviation over seeds" : ""}.`,
     methods.length > 1 ? "The highest mean of a column is in bold." : null,
     methods.length > 1 && seeds < 3 ? "So few seeds cannot tell methods apart whose figures are near." : null,
     runs.some((run) => run.state !== "finished")
@@ -748,7 +821,7 @@ function charts() {
   const named = data.live || data.settings.length > 1 || suites().length ? heading(setting().title) : null;
   const compared = shown().length
     ? [heading("Accuracy"), roundsCard(), groupsCard(), perClassCard(), heading("Where mistakes come from"),
-      confusionCard(), normsCard()]
+      confusionCard(), normsCard(), ...evaluatedCards()]
     : [missing("Every method is switched off; switch one on above.")];
   return [
     ...suites().map(suiteCard), overviewCard(), named, resultsCard(), legend(), ...compared,

@@ -4,14 +4,23 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from redgrape.reading.run_tables import RunView
-from redgrape.runs import durable
+from redgrape.errors import StorageError
+from redgrape.reading.run_tables import RunView, view
+from redgrape.runs import checksums, durable
 
-FILES = ("experiment.toml", "environment.json", "metrics.jsonl", "times.jsonl", "summary.json", "SHA256SUMS")
+FILES = (
+    "experiment.toml",
+    "environment.json",
+    "metrics.jsonl",
+    "times.jsonl",
+    "summary.json",
+    "evaluation.json",
+    "SHA256SUMS",
+)
 PROC_LOCKS = Path("/proc/locks")
 
 State = Literal["finished", "training", "stopped"]
@@ -19,16 +28,18 @@ State = Literal["finished", "training", "stopped"]
 
 @dataclass(frozen=True)
 class Reading:
-    """A readable run: its view and its times."""
+    """A readable run: its view, its times, and what `redgrape evaluate` found out about its final model."""
 
     view: RunView
     times: list[dict[str, Any]]
+    evaluation: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
     def of(cls, path: Path) -> Reading:
         for name in FILES:
             durable.ordinary(path / name)
-        return cls(RunView.read(path), _times(path))
+        found = view(path)
+        return cls(found, _times(path), _evaluation(found))
 
     @property
     def state(self) -> State:
@@ -68,6 +79,17 @@ def _is_alive(pid: int) -> bool:
     except OSError:
         return True
     return True
+
+
+def _evaluation(view: RunView) -> dict[str, Any]:
+    """Empty if there is none, or a damaged one, or one of another model, such as that before the run was extended."""
+    path = view.path / "evaluation.json"
+    try:
+        found = json.loads(path.read_bytes()) if checksums.is_whole(view.path, path.name) else {}
+    except (OSError, ValueError, RecursionError, StorageError):
+        return {}
+    is_current = isinstance(found, dict) and found.get("state") == (view.summary or {}).get("state", "")
+    return found if is_current else {}
 
 
 def _times(path: Path) -> list[dict[str, Any]]:

@@ -72,6 +72,6 @@ def _line(words: Any) -> str:
 def _find(run: str, folder: Path) -> Path | None:
     """The path of a run. It is relative to where the suite was reproduced: here, or a folder above the suite."""
     for base in (Path(), *folder.resolve().parents):
-        if (base / run / "experiment.toml").is_file():
+        if (base / run / "experiment.toml").is_file() or (base / run).parent.is_file():
             return base / run
     return None

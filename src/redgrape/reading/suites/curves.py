@@ -6,10 +6,13 @@ import math
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from redgrape.reading import run_tables, terminal
-from redgrape.reading.suites.found_cells import Standing
-from redgrape.reading.suites.tables import Table
+
+if TYPE_CHECKING:
+    from redgrape.reading.suites.found_cells import Standing
+    from redgrape.reading.suites.tables import Table
 
 
 def draw(table: Table, path: Path) -> None:
@@ -30,7 +33,7 @@ def draw(table: Table, path: Path) -> None:
             found = [s for s in table.standings if s.finished and _place(table, s) == (row, column)]
             rounds, low, mean, high = _band(found, measure, table.on)
             colour, style = lines[row]
-            axis.plot(rounds, mean, label=_label(textwrap.fill(row, 40)), color=colour, linestyle=style, linewidth=1.6)
+            axis.plot(rounds, mean, label=printed(textwrap.fill(row, 40)), color=colour, linestyle=style, linewidth=1.6)
             if len(found) > 1:
                 axis.fill_between(rounds, low, high, color=colour, alpha=0.15, linewidth=0)
         axis.set_title(", ".join(column), fontsize=10)
@@ -40,7 +43,7 @@ def draw(table: Table, path: Path) -> None:
         axis.grid(alpha=0.3)
     figure.legend(*axes.flat[0].get_legend_handles_labels(), loc="outside right center", fontsize=8)
     figure.suptitle(
-        _label(table.suite.title if table.scale is None else f"{table.suite.title} ({table.scale})"),
+        printed(table.suite.title if table.scale is None else f"{table.suite.title} ({table.scale})"),
         fontsize=10,
         wrap=True,
     )
@@ -55,7 +58,7 @@ def looks(rows: Sequence[str]) -> dict[str, tuple[str, str]]:
     return dict(zip(ours_last, zip(run_tables.colours(len(rows)), styles, strict=True), strict=True))
 
 
-def _label(row: str) -> str:
+def printed(row: str) -> str:
     """The name of a row in a picture: no escapes, no mathematics."""
     return "\n".join(terminal.printable(line).replace("$", r"\$") for line in row.split("\n"))
 

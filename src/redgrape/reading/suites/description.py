@@ -26,6 +26,7 @@ M = TypeVar("M", bound=BaseModel)
 Label: TypeAlias = bool | int | float | str | list[Any]
 
 SCALES: tuple[str, ...] = get_args(Scale)
+EACH = "each client"  # data.alone of a cell that is a run for each client
 UNDECISIVE = ("checkpoint_every", "evaluate_every")  # keys that change no result
 
 _STRICT = ConfigDict(frozen=True, strict=True, extra="forbid")
@@ -66,10 +67,16 @@ class Description(BaseModel):
     claim: str = Field("", description="what the paper says")
     cells_of: str | None = Field(None, description="the suite whose cells these are; then this one has no axes")
     axes: dict[str, list[Label]] = Field(default_factory=dict)
+    methods: dict[str, dict[str, Any]] = Field(
+        default_factory=dict,
+        description="the last axis, `method`: a line a method, with the keys that it sets, last of all",
+    )
+    methods_of: str | None = Field(None, description="the suite whose methods these are")
     rows: list[str] = Field(default_factory=list, description="the axes that tell the rows apart")
     columns: list[str] = Field(default_factory=list, description="the axes that tell the columns apart")
     measures: list[str]
     references: list[str] = Field(default_factory=list, description="the rows that others are compared with")
+    ranked: bool = Field(False, description="one table for each column, the best row first, with costs and needs")
     seeds: dict[str, list[int]] = Field(default_factory=dict)
     rules: list[Rule] = Field(default_factory=list)
     paper: dict[str, dict[str, list[float]]] = Field(
@@ -94,8 +101,11 @@ class Cell:
 
     @property
     def name(self) -> str:
-        """A readable name, unique in the suite: the values on all axes and the seed."""
-        return f"{', '.join(label_text(axis, value) for axis, value in self.labels.items())}, seed {self.seed}"
+        """A readable name, unique in the suite: the values on all axes, the client if it is alone, and the seed."""
+        alone = self.experiment.data.alone
+        client = [] if alone is None else [f"client {alone}"]
+        labels = [label_text(axis, value) for axis, value in self.labels.items()]
+        return ", ".join([*labels, *client, f"seed {self.seed}"])
 
     @property
     def folder(self) -> str:
@@ -105,9 +115,11 @@ class Cell:
 
 def identity(experiment: Experiment, file_hashes: Mapping[str, str]) -> str:
     """A hash that is equal for runs with equal results. It ignores how often they save or evaluate, and the name of the
-    preset, whose values are all included. The last ten rounds are always evaluated."""
+    preset, whose values are all included. The last ten rounds are always evaluated. How often counts if evaluations
+    decide which model is kept."""
     values = experiment.resolved()
-    decisive = {name: value for name, value in values.items() if name not in UNDECISIVE}
+    ignored = ["checkpoint_every"] if experiment.is_validated else UNDECISIVE
+    decisive = {name: value for name, value in values.items() if name not in ignored}
     method = {name: value for name, value in values["method"].items() if name != "preset"}
     return hash_of({**decisive, "method": method, "files": dict(file_hashes)})
 
@@ -123,6 +135,7 @@ class Suite:
     claim: str = ""
     home: str = ""  # the suite whose folder holds the runs
     references: Sequence[str] = ()
+    ranked: bool = False
     seeds: Mapping[str, Sequence[int]] = field(default_factory=dict)
     experiment: Mapping[str, Any] = field(default_factory=dict)
     keys: Mapping[str, str] = field(default_factory=dict)  # axes that are keys of the experiment
@@ -130,13 +143,14 @@ class Suite:
     paper: Mapping[str, Mapping[str, Sequence[float]]] = field(default_factory=dict)
 
     def cells(self, scale: str, seeds: Sequence[int] | None = None, only: Sequence[str] = ()) -> list[Cell]:
-        """The cells at this scale, with seeds innermost. `only` selects some of them."""
+        """The cells at this scale, with seeds innermost, and there the clients alone. `only` selects some of them."""
         every = [dict(zip(self.axes, values, strict=True)) for values in itertools.product(*self.axes.values())]
         seeds = self.seeds.get(scale, [0]) if seeds is None else seeds
         chosen = self._chosen(every, only)
-        return [Cell(labels, self._experiment(labels, scale, seed)) for labels in chosen for seed in seeds]
+        return [Cell(labels, e) for labels in chosen for seed in seeds for e in self._experiments(labels, scale, seed)]
 
-    def _experiment(self, labels: Mapping[str, Label], scale: str, seed: int) -> Experiment:
+    def _experiments(self, labels: Mapping[str, Label], scale: str, seed: int) -> list[Experiment]:
+        """One, or one for each client alone."""
         values = _merged({}, self.experiment)
         for rule in self.rules:
             if rule.fits({**labels, "scale": scale}):
@@ -144,8 +158,11 @@ class Suite:
         for axis, label in labels.items():
             if axis in self.keys:
                 put(values, self.keys[axis], label)
+        data = values.get("data", {})
+        names = [str(k) for k in range(data["clients"])] if data.get("alone") == EACH else []
+        each = [_merged(values, {"data": {"alone": name}}) for name in names] or [values]
         try:
-            return Experiment.parse({**values, "seed": seed})
+            return [Experiment.parse({**one, "seed": seed}) for one in each]
         except ConfigError as error:
             named = ", ".join(label_text(axis, value) for axis, value in labels.items())
             raise ConfigError(f"{self.name}: {named}: {error}") from error
@@ -261,20 +278,23 @@ def read(path: Path) -> Suite:
     cells = (
         described if described.cells_of is None else _parsed(path.with_name(f"{described.cells_of}.toml"), Description)
     )
+    named = cells if cells.methods_of is None else _parsed(path.with_name(f"{cells.methods_of}.toml"), Description)
+    rows = [Rule(when={"method": label}, set=keys) for label, keys in named.methods.items()]
     suite = Suite(
         name=path.stem,
         title=described.title,
         claim=described.claim,
         home=described.cells_of or path.stem,
-        axes=cells.axes,
+        axes={**cells.axes, **({"method": list(named.methods)} if named.methods else {})},
         rows=cells.rows,
         columns=cells.columns,
         measures=described.measures,
         references=cells.references,
+        ranked=described.ranked,
         seeds={**settings.seeds, **cells.seeds},
         experiment=settings.experiment,
         keys=settings.keys,
-        rules=[*settings.rules, *cells.rules],
+        rules=[*settings.rules, *cells.rules, *rows],
         paper=described.paper,
     )
     _check(suite, path)

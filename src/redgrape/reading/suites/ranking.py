@@ -1,0 +1,105 @@
+"""All methods of a suite in one table, the best first, with what each costs, needs and discloses; and as a picture."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from redgrape.reading import method_index, run_tables
+from redgrape.reading.gap import baseline
+from redgrape.reading.run_tables import EXTRA_DATA, mean_std
+from redgrape.reading.suites.blocks import DASH, Block, Style, Text, called, figure, verdict
+from redgrape.reading.suites.curves import printed
+from redgrape.reading.suites.statistics import Paired
+
+if TYPE_CHECKING:
+    from redgrape.reading.suites.found_cells import Standing
+    from redgrape.reading.suites.tables import Table
+
+COMPARED = ("accuracy", "tail")
+OUTSIDE = {"@alone": "no federation: nothing leaves a client", "@pooled": "no federation: all examples in one place"}
+
+
+def ranked(table: Table, column: tuple[str, ...]) -> list[str]:
+    """The rows by their first measure, the best first. Rows without a figure come last."""
+    means = {row: table.at(row, column, table.suite.measures[0]).mean for row in table.rows}
+    return sorted(table.rows, key=lambda row: -math.inf if (mean := means[row]) is None else mean, reverse=True)
+
+
+def block(table: Table, column: tuple[str, ...], style: Style) -> Block:
+    """Figures, paired differences in points, megabytes of a run, seconds, needs and what the server sees."""
+    suite = table.suite
+    pairs = [(m, reference) for reference in suite.references for m in COMPARED if m in suite.measures]
+    header = [", ".join(suite.rows), *[style.titles[measure] for measure in suite.measures]]
+    header += [f"{style.titles[measure]} minus {called(reference)}" for measure, reference in pairs]
+    header += ["MB down", "MB up", "seconds", "needs", "the server sees"]
+    rows = []
+    for row in ranked(table, column):
+        entries = {measure: table.at(row, column, measure) for measure in suite.measures}
+        marked = row + (EXTRA_DATA if any(entry.extra_data for entry in entries.values()) else "")
+        compared = [entries[m].comparisons.get(reference, Paired(0, None)) for m, reference in pairs]
+        found = [s for s in table.standings if (suite.row(s.cell.labels), suite.column(s.cell.labels)) == (row, column)]
+        cells = [*(figure(entry, style) for entry in entries.values()), *(verdict(pair, style) for pair in compared)]
+        rows.append([Text(words) for words in (marked, *cells, *_cost(found), *_facts(found))])
+    return Block(", ".join(column), header, rows)
+
+
+def _cost(standings: list[Standing]) -> list[str]:
+    """Megabytes to and from all clients, and seconds, of a run: means over seeds."""
+    outside = any(baseline(s.cell.experiment.resolved()) for s in standings)
+    sent = [
+        DASH if outside else _mean(standings, name, lambda n: f"{n / 1e6:.3g}") for name in ("bytes_down", "bytes_up")
+    ]
+    return [*sent, _mean(standings, "seconds", lambda n: f"{n:.0f}")]
+
+
+def _mean(standings: list[Standing], name: str, written: Callable[[float], str]) -> str:
+    """The mean over seeds. Clients that were trained alone add up."""
+    by_seed: dict[int, float] = {}
+    for s in standings:
+        known = s.view.cost.get(name) if s.view is not None and s.finished else None
+        if known is None:
+            return DASH
+        by_seed[s.cell.seed] = by_seed.get(s.cell.seed, 0.0) + known
+    return written(mean_std(list(by_seed.values()))[0]) if by_seed else DASH
+
+
+def _facts(standings: list[Standing]) -> list[str]:
+    """What the method needs, and what the server sees of a client at best."""
+    if not standings:
+        return [DASH, DASH]
+    experiment = standings[0].cell.experiment
+    if where := baseline(experiment.resolved()):
+        return [DASH, OUTSIDE[where]]
+    line = next((line for line in method_index.lines() if line.method == experiment.method.name), None)
+    return [DASH, DASH] if line is None else [", ".join(line.needs) or "nothing", line.discloses]
+
+
+def draw(table: Table, path: Path) -> None:
+    """Draw a PNG: overall accuracy against the tail's, a point a method with the deviation over seeds, a panel for each
+    column. Points have the place of their method in the table. Needs matplotlib."""
+    plt = run_tables.pyplot()
+    columns = [c for c in table.columns if any(e.values for e in table.entries if e.column == c)]
+    figure, axes = plt.subplots(len(columns), 1, figsize=(9, 5.4 * len(columns)), squeeze=False, layout="constrained")
+    for column, axis in zip(columns, axes.flat, strict=True):
+        order = [row for row in ranked(table, column) if table.at(row, column, "accuracy").values]
+        for place, row in enumerate(order, start=1):
+            x, y = (table.at(row, column, measure) for measure in ("accuracy", "tail"))
+            if x.mean is None or y.mean is None:
+                continue
+            colour = "#8e1b3f" if row == "RedGrape" else run_tables.COOLER[(place - 1) % len(run_tables.COOLER)]
+            spreads = [100 * (entry.std or 0.0) for entry in (x, y)]
+            label = printed(f"{place}  {row}")
+            axis.errorbar(
+                100 * x.mean, 100 * y.mean, spreads[1], spreads[0], fmt="o", color=colour, markersize=5, label=label
+            )
+            axis.annotate(str(place), (100 * x.mean, 100 * y.mean), (4, 4), textcoords="offset points", fontsize=8)
+        axis.set_title(", ".join(column), fontsize=10)
+        axis.set_xlabel(f"{table.on} accuracy, overall, %")
+        axis.set_ylabel(f"{table.on} accuracy, tail, %")
+        axis.grid(alpha=0.3)
+        axis.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), fontsize=8, frameon=False)
+    figure.savefig(path, dpi=130)
+    plt.close(figure)

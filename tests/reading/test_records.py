@@ -1,0 +1,113 @@
+"""Records: what is kept of a run, that damage is told, and that a file stays small."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from redgrape.cli import main as cli
+from redgrape.errors import StorageError
+from redgrape.reading import records, run_tables
+from redgrape.reading.run_tables import RunView
+from redgrape.runs.experiment import Experiment
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def run(tiny: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunView:
+    monkeypatch.setattr(os, "fsync", lambda _: None)
+    toml = tmp_path / "tiny.toml"
+    toml.write_text(Experiment.parse(tiny(method={"name": "redgrape", "threshold": float("inf")}, rounds=3)).to_toml())
+    assert cli.run(["run", str(toml), "--out", str(tmp_path / "run"), "--workers", "1", "--quiet"]) == 0
+    return RunView.read(tmp_path / "run")
+
+
+def record_of(view: RunView, seed: int = 3) -> records.Record:
+    parts = {part: getattr(view, part) for part in ("environment", "metrics", "summary", "cost")}
+    return {"experiment": {**view.experiment, "seed": seed}, **parts}
+
+
+def test_a_record_keeps_the_result_and_drops_what_no_table_needs(run: RunView, tmp_path: Path) -> None:
+    file = tmp_path / "hand-quick.jsonl"
+    records.add(file, {"a": record_of(run)})
+    view = run_tables.view(file / "a")
+    assert view.experiment == run.experiment
+    assert run.summary is not None and view.summary is not None
+    assert view.summary["mean_of_last"] == run.summary["mean_of_last"]
+    assert view.row() == {**run.row(), "run": str(file / "a")}
+    assert view.rounds_done == run.rounds_done
+    assert "confusion" not in view.summary
+    for ours, theirs in zip(view.metrics, [m for m in run.metrics if "test" in m], strict=True):
+        assert ours["round"] == theirs["round"]
+        assert ours["test"] == {name: round(theirs["test"][name], 6) for name in ours["test"]}
+        assert {"accuracy", "tail", "macro_f1"} <= ours["test"].keys()
+    assert view.cost["bytes_up"] == sum(m["bytes_up"] for m in run.metrics) > 0
+    assert view.cost["seconds"] == run.cost["seconds"] is not None
+    assert run_tables.find_runs(tmp_path)[-1] == file / "a"
+
+
+def test_what_records_share_is_written_once_and_order_does_not_matter(run: RunView, tmp_path: Path) -> None:
+    one, other = tmp_path / "one.jsonl", tmp_path / "other.jsonl"
+    records.add(one, {"b": record_of(run), "a": record_of(run, 4)})
+    for name, seed in {"a": 4, "b": 3}.items():
+        records.add(other, {name: record_of(run, seed)})
+    assert one.read_bytes() == other.read_bytes()
+    kinds = [next(iter(json.loads(line))) for line in one.read_text().splitlines()]
+    assert kinds == ["format", "shared", "shared", "record", "record"]
+
+
+@pytest.mark.parametrize("number", [2, 4])
+def test_a_changed_figure_is_told(run: RunView, tmp_path: Path, number: int) -> None:
+    """In a shared part, or in a record."""
+    file = tmp_path / "hand-quick.jsonl"
+    records.add(file, {"a": record_of(run)})
+    lines = file.read_text().splitlines()
+    digit = next(c for c in reversed(lines[number - 1]) if c in "12345678")
+    head, _, tail = lines[number - 1].rpartition(digit)
+    lines[number - 1] = f"{head}{int(digit) + 1}{tail}"
+    file.write_text("\n".join(lines) + "\n")
+    with pytest.raises(StorageError, match=f"damaged in line {number}"):
+        records.read(file)
+
+
+def test_a_line_that_is_gone_is_told(run: RunView, tmp_path: Path) -> None:
+    file = tmp_path / "hand-quick.jsonl"
+    records.add(file, {"a": record_of(run)})
+    lines = file.read_text().splitlines(keepends=True)
+    file.write_text("".join([lines[0], *lines[2:]]))
+    with pytest.raises(StorageError, match="damaged in line 3"):
+        records.read(file)
+
+
+def test_other_files_are_no_records(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"round": 1}\n')
+    (tmp_path / "empty.jsonl").write_text("")
+    assert records.files(tmp_path) == []
+
+
+def test_a_record_is_no_run(run: RunView, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It can be shown; what needs its weights or its rounds says so in a line."""
+    file = tmp_path / "hand-quick.jsonl"
+    records.add(file, {"a": record_of(run)})
+    assert cli.run(["show", str(file / "a")]) == 0
+    assert "accuracy per class" in capsys.readouterr().out
+    for words in (
+        ["privacy", str(file / "a")],
+        ["export", str(file / "a"), str(tmp_path / "m")],
+        ["show", f"{file}/b"],
+    ):
+        assert cli.run(words) == StorageError.exit_code
+        (line,) = capsys.readouterr().err.splitlines()
+        assert "is a record" in line or "not a run folder" in line or "has no record 'b'" in line
+
+
+@pytest.mark.parametrize("file", records.files(ROOT / "results"), ids=lambda path: path.stem)
+def test_the_records_of_a_suite_stay_small(file: Path) -> None:
+    assert file.stat().st_size <= 2 * 2**20
+    assert records.read(file)
