@@ -22,6 +22,7 @@ from typing import Any
 import tomli_w
 
 import redgrape
+from redgrape import methods
 
 ROOT = Path(__file__).resolve().parent.parent
 AT_TOP = {"README.md": "index.md", "CONTRIBUTING.md": "CONTRIBUTING.md", "CHANGELOG.md": "CHANGELOG.md"}
@@ -94,7 +95,7 @@ def sections(nav: list[dict[str, list[str]]], pages: Path) -> list[dict[str, lis
 
 def collect(pages: Path) -> None:
     """Put all pages below one folder, with links that lead there."""
-    left_out = shutil.ignore_patterns("notes", "__pycache__", "*.py", "*.ipynb")
+    left_out = shutil.ignore_patterns("notes", "__pycache__")
     shutil.copytree(ROOT / "docs", pages, ignore=left_out)
     texts = {
         path.relative_to(pages).as_posix(): ROOT / "docs" / path.relative_to(pages) for path in pages.rglob("*.md")
@@ -162,11 +163,13 @@ def shown_file(path: Path) -> str:
 
 
 def with_reference(text: str) -> str:
-    """The page of the Python names, each section followed by what the code says about the names it lists."""
+    """The page of the Python names, each section followed by what the code says about the names it lists. The last is
+    that of the methods, which are found, not listed."""
     first, *rest = re.split(r"(?m)^(?=## )", text)
     full = [first]
     for section in rest:
         names = re.findall(r"^- \[`rg\.(\w+)`\]", section, re.MULTILINE)
+        names = names or [methods.load(name).__name__ for name in methods.names()]
         full.append(section.rstrip() + "\n\n" + "".join(f"::: {home(name)}\n\n" for name in names))
     return "".join(full)
 

@@ -646,6 +646,8 @@ BAD = [
     ("run TOML --data no/such.npz", 2, "nothing is at this path"),
     ("run TOML --data note.txt", 2, "neither a folder of images nor an .npz file"),
     ("run TOML --workers 1 --device nonsense", 2, "device 'nonsense' cannot be used here"),
+    ("run TOML --device nonsense", 2, "device 'nonsense' cannot be used here"),
+    ("run TOML --workers 1 --precision bfloat16 --stack 2", 2, "does not go with a stack"),
     ("run TOML --workers 1 --net cnn", 2, "net 'cnn' needs images"),
     ("run TOML --workers 1 -c data.flip=true", 2, "are for images"),
     ("run TOML --out RUN", 2, "already exists"),

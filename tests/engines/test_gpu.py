@@ -134,7 +134,8 @@ def test_workers_take_turns_on_the_gpus(workers: int, on_each: list[int], share:
 
         def start(self) -> None: ...
 
-    context = mock.Mock(Pipe=lambda: (mock.Mock(), mock.Mock()), Process=Process)
+    connection = mock.Mock(**{"recv.return_value": ("ready", None)})
+    context = mock.Mock(Pipe=lambda: (connection, mock.Mock()), Process=Process)
     half = client_half(FedAvg(), Case())
     with mock.patch.object(pool, "_context", return_value=context), mock.patch.object(pool.Pool, "close"):
         workers_of = pool.Pool(half, workers, devices=GPUS)

@@ -293,20 +293,20 @@ def carry_out(
     """Run the remaining rounds, up to `rounds` if given. Return whether there were any."""
     last = folder.experiment().rounds if rounds is None else rounds
     progress = Progress(label, folder.newest_round(), last, heading=heading, as_json=options.json, quiet=options.quiet)
-    this = Run(
-        folder,
-        workers=workers_of(options),
-        device=options.device,
-        precision=options.precision,
-        data_root=options.data_root,
-        allow_changes=options.allow_changes,
-        deadline=options.deadline,
-        stack=options.stack,
-        rounds=rounds,
-        embedding=progress.embedding,
-    )
-    any_round = False
+    any_round, this = False, None
     try:
+        this = Run(
+            folder,
+            workers=workers_of(options),
+            device=options.device,
+            precision=options.precision,
+            data_root=options.data_root,
+            allow_changes=options.allow_changes,
+            deadline=options.deadline,
+            stack=options.stack,
+            rounds=rounds,
+            embedding=progress.embedding,
+        )
         with enough_memory(), progress, _tensorboard(folder, options) as log:
             for step in this.steps():
                 any_round = True
@@ -317,7 +317,7 @@ def carry_out(
         folder.discard()  # an invalid run leaves nothing behind
         raise
     finally:
-        for note in this.notes:
+        for note in this.notes if this else []:
             print(f"note: {printable(note)}", file=sys.stderr)
     return any_round
 
