@@ -20,7 +20,7 @@ from test_deploy_parts import FakeGrid, options
 
 from redgrape import tree
 from redgrape.deploy.processes.deployed_run import at_sites
-from redgrape.deploy.protocol import engine, wire
+from redgrape.deploy.protocol import asking, wire
 from redgrape.deploy.protocol.site import DeployedSite
 from redgrape.deploy.protocol.site_states import SiteStates, StateMissing
 from redgrape.deploy.setup.create import create, deployed
@@ -160,7 +160,7 @@ def deployment(request: pytest.FixtureRequest, tmp_path: Path, federated: Federa
 
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine, "NODES", 0.0)
+    monkeypatch.setattr(asking, "NODES", 0.0)
 
 
 def _bound(deployment: Deployment) -> float:
