@@ -139,7 +139,7 @@ def _assert_latest(deployment: Deployment, folder: RunFolder, grid: Faulty) -> N
     for k, named in state.clients.items():
         round, key = int(named["round"]), int(named["key"])
         sent = SiteStates(grid.states(k)).load(folder.environment()["run"], round, key)["sent"]
-        half = grid.start(k)._half(folder.experiment().to_toml())
+        half = grid.start(k)._client_half(folder.experiment(), None)
         broadcast = tree.from_bytes(grid.broadcasts[k, round])
         latest = half.run(k, broadcast, None, round).update["gradient"]  # a client without a state sends M_k itself
         for name, M_k in latest.items():
