@@ -83,7 +83,7 @@ EXAMPLES = {
         "redgrape compare --recommended --net mlp --seeds 0,1,2",
         "redgrape compare redgrape redgrape:lam=0.5 redgrape@alone redgrape@pooled --net mlp",
     ],
-    "adjust": ["redgrape adjust runs/mine lda --out runs/mine-lda", "redgrape adjust runs/mine ncm:rho=0.5"],
+    "adjust": [f"redgrape adjust runs/mine {WITHOUT_TRAINING} --out runs/adjusted"],
     "reproduce": ["redgrape reproduce", "redgrape reproduce table1 --plan", "redgrape reproduce table1 --only mnist"],
     "sweep": [
         "redgrape sweep method.lam=0.01,0.1,1 --net mlp --seeds 0,1,2 -c data.validation=10 --on validation",
@@ -256,7 +256,7 @@ def _parser() -> argparse.ArgumentParser:
 
     command = add("adjust", "training", "give the model of a finished run another head, in one round")
     command.add_argument("run", type=_path, help="the run folder")
-    command.add_argument("method", metavar="METHOD", help="the method, with its settings: lda, or lda:g=0.3,rho=0.5")
+    command.add_argument("method", metavar="METHOD", help=f"the method, with its settings: {WITHOUT_TRAINING}:rho=0.5")
     command.add_argument(
         "-c", dest="config", action="append", default=[], metavar="KEY=VALUE", help="set any key, e.g. rounds=2"
     )
