@@ -88,6 +88,7 @@ def test_defaults_are_those_of_the_part_that_sets_them() -> None:
         ("fedprox+scaffold", "both a regulariser"),
         ("vine+redgrape", "'redgrape' and 'vine' are both whole methods"),
         ("lda+fedprox", "'lda' cannot be combined with 'fedprox': its training takes no regulariser"),
+        ("lda+coverage", "'lda' cannot be combined with 'coverage': its training takes no client weights"),
         ("vine+nothing", "unknown method 'nothing'"),
         ("vine+", "unknown method ''"),
         ("vine+mine.py", "let its class inherit from that of 'vine' instead"),

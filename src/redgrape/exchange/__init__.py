@@ -11,4 +11,5 @@ from redgrape.exchange.parts import Parts as Parts
 from redgrape.exchange.parts import Scalar as Scalar
 from redgrape.exchange.parts import Statistics as Statistics
 from redgrape.exchange.parts import Sum as Sum
+from redgrape.exchange.parts import Weight as Weight
 from redgrape.exchange.received import Received as Received

@@ -15,12 +15,13 @@ from torch import Tensor
 
 from redgrape import tree
 from redgrape.data.federation import Declared
-from redgrape.exchange.parts import ClassRows, Count, Part, Parts, Scalar, Statistics, Sum, described
+from redgrape.exchange.parts import ClassRows, Count, Part, Parts, Scalar, Statistics, Sum, Weight, described
 from redgrape.tree import Tensors, Tree
 
 MOST_EXAMPLES = 10**9  # the most a client may claim if it has not declared its number
 LONGEST = 1e4  # times the model's length; a longer part of an update means that training diverges
 _SLACK = 1e-3  # tolerance in the checks of a class gradient
+_ROUNDING = 1e-6  # of a weight in a secure sum
 _TINY = 1e-5  # for a class learnt to the last bit, whose gradient is only rounding
 
 
@@ -48,9 +49,10 @@ class Inspection:
     def lengths(self, update: Any, declared: Declared | None) -> dict[str, float]:
         """The length of each part of an update, over its real numbers only. UpdateRejected if the update does not match
         its parts; TooLong if a part is longer than training could make it. `declared`: what the client declared about
-        itself. Running statistics have no meaningful length, and sums over examples are as long as the data."""
+        itself. Running statistics have no meaningful length, weights have a bound of their own, and sums over examples
+        are as long as the data."""
         check(update, self._parts, self._expected, self._rows, declared, self._num_classes)
-        measured = (name for name, part in self._parts.items() if not isinstance(part, Statistics))
+        measured = (name for name, part in self._parts.items() if not isinstance(part, Statistics | Weight))
         found = {name: length({name: update.get(name, {})}) for name in measured}
         for name, number in found.items():
             part = self._parts[name]
@@ -79,6 +81,8 @@ def check(
         match part:
             case Count():
                 _check_count(flat[name], declared)
+            case Weight(most=most):
+                _check_weight(float(flat[name]), most, int(flat["count"]))
             case Scalar(least=least) if least is not None and float(flat[name]) < least:
                 raise UpdateRejected(f"'{name}' is {float(flat[name]):g}; it cannot be below {least:g}")
             case Statistics():
@@ -131,6 +135,8 @@ def check_sum(total: Any, like: Tree, parts: Parts, clients: int) -> None:
             raise UpdateRejected(
                 f"'{name}' is {int(flat[name])} in all; {clients} clients have at least one example each"
             )
+        if isinstance(part, Weight):
+            _check_weight(float(flat[name]), part.most, int(flat["count"]))
         if isinstance(part, ClassRows):
             number = flat[f"{name}/clients"]
             counts = flat.get(f"{name}/counts", number)
@@ -143,6 +149,8 @@ def nothing(part: Part) -> Any:
     match part:
         case Count():
             return torch.zeros((), dtype=torch.int64)
+        case Weight():
+            return torch.zeros((), dtype=torch.float64)
         case Scalar(like=number):
             return torch.zeros_like(number)
         case ClassRows():
@@ -210,6 +218,13 @@ def _check_count(count: Tensor, declared: Declared | None) -> None:
     most = MOST_EXAMPLES if declared is None else declared.examples
     if not 1 <= int(count) <= most:
         raise UpdateRejected(f"'count' is {int(count)}; this client can have trained on 1 to {most} examples")
+
+
+def _check_weight(weight: float, most: float, examples: int) -> None:
+    if not 0 < weight <= most * examples * (1 + _ROUNDING):
+        raise UpdateRejected(
+            f"'weight' is {weight:g}; with {examples} examples it must be above 0 and at most {most * examples:g}"
+        )
 
 
 def _check_counted(name: str, counts: Tensor, declared: Declared | None) -> None:

@@ -17,8 +17,20 @@ from torch import Tensor
 
 from redgrape.errors import ConfigError
 from redgrape.exchange import checks, rules, tables
-from redgrape.exchange.parts import ClassRows, Count, Direction, Parts, Scalar, Statistics, Sum, class_rows, directions
-from redgrape.exchange.received import FromSum, FromUpdates, Received
+from redgrape.exchange.parts import (
+    ClassRows,
+    Count,
+    Direction,
+    Parts,
+    Scalar,
+    Statistics,
+    Sum,
+    Weight,
+    Weights,
+    class_rows,
+    directions,
+)
+from redgrape.exchange.received import FromSum, FromUpdates, Received, weight_of
 from redgrape.privacy.account import Mechanism, check_installed
 from redgrape.tree import Tensors, Tree
 from redgrape.validation import LARGEST, one_line
@@ -97,9 +109,11 @@ class Exchange(BaseModel):
     def class_deviation(self) -> float:
         return self.class_noise * (self.class_clip or 0.0)
 
-    def by_examples(self, part: Direction) -> bool:
-        """Whether clients are weighted by their examples in the mean of this part."""
-        return part.weights == "examples" and self.clip is None
+    def weights(self, part: Direction | Statistics) -> Weights:
+        """How clients are weighted in the mean of this part."""
+        if isinstance(part, Statistics):
+            return "examples"
+        return part.weights if self.clip is None else "alike"
 
     def refuses(self, parts: Parts, *, single: str = "", surveys: bool = False, summed: bool = False) -> str | None:
         """Why the settings are incompatible, for every method; None if they are not. `single`: why the method needs
@@ -216,7 +230,7 @@ class Exchange(BaseModel):
         for name, part in parts.items():
             value = update.get(name, {})
             match part:
-                case Count():
+                case Count() | Weight():
                     summand[name] = value
                 case Scalar():
                     summand[name] = n * value.double()
@@ -226,7 +240,7 @@ class Exchange(BaseModel):
                 case Sum():
                     summand[name] = {tensor: t.double() if t.is_floating_point() else t for tensor, t in value.items()}
                 case _:
-                    weight = n if isinstance(part, Statistics) or self.by_examples(part) else 1
+                    weight = weight_of(update, self.weights(part))
                     summand[name] = {tensor: weight * t.double() for tensor, t in value.items()}
         return summand
 

@@ -1,15 +1,17 @@
 """The parts of an update. A method names them; each knows its shape, and the exchange works by that.
 
-    Direction    the server steps along its mean: weighted by examples or equally, clipped, averaged by the rule, noised
+    Direction    the server steps along its mean: weighted by examples, by the clients' Weight or equally, clipped,
+                 averaged by the rule, noised
     Sum          tensors that are added up: statistics, counts, a change of a running sum
     Statistics   BatchNorm's running values: a plain average
     Scalar       one number, such as a loss
     Count        the number of examples that the client trained on, its weight in averages
+    Weight       the client's weight in the means of directions that ask for it
     ClassRows    a row for each class that the client reports, averaged over the clients that report it
 
-In an update a part is a tensor (Scalar, Count) or a group of named tensors. ClassRows hold `classes` [m], in ascending
-order, and for each tensor of `like` the m rows of these classes. With `weights="count"` they also hold `counts` [m],
-the examples of each class.
+In an update a part is a tensor (Scalar, Count, Weight) or a group of named tensors. ClassRows hold `classes` [m], in
+ascending order, and for each tensor of `like` the m rows of these classes. With `weights="count"` they also hold
+`counts` [m], the examples of each class.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from torch import Tensor
 
 from redgrape.tree import Tensors
 
-Weights: TypeAlias = Literal["examples", "alike"]
+Weights: TypeAlias = Literal["examples", "alike", "sent"]  # sent: the part `weight`
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,14 @@ class Count:
 
 
 @dataclass(frozen=True)
+class Weight:
+    """The client's weight in means, in float64; the part has the name `weight`. It is above zero, and at most `most`
+    for each example that the client trained on: a liar gains no more than that."""
+
+    most: float
+
+
+@dataclass(frozen=True)
 class ClassRows:
     """A row like `like` for each class that the client reports. `gradient`: the row is the mean gradient of the
     cross-entropy of the class's examples, and must look like one. `signed`: its features are never negative."""
@@ -79,7 +89,7 @@ class ClassRows:
     signed: bool = False
 
 
-Part: TypeAlias = Direction | Sum | Statistics | Scalar | Count | ClassRows
+Part: TypeAlias = Direction | Sum | Statistics | Scalar | Count | Weight | ClassRows
 Parts: TypeAlias = dict[str, Part]
 
 
@@ -90,6 +100,8 @@ def described(parts: Mapping[str, Part]) -> dict[str, Tensor]:
         match part:
             case Count():
                 flat[name] = torch.zeros((), dtype=torch.int64)
+            case Weight():
+                flat[name] = torch.zeros((), dtype=torch.float64)
             case Scalar(like=number):
                 flat[name] = number
             case ClassRows():

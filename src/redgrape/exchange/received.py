@@ -16,7 +16,19 @@ from torch import Tensor
 
 from redgrape import tree
 from redgrape.exchange import plausible, rules, tables
-from redgrape.exchange.parts import ClassRows, Count, Direction, Part, Parts, Scalar, Statistics, Sum, directions
+from redgrape.exchange.parts import (
+    ClassRows,
+    Count,
+    Direction,
+    Part,
+    Parts,
+    Scalar,
+    Statistics,
+    Sum,
+    Weight,
+    Weights,
+    directions,
+)
 from redgrape.privacy.noise import with_noise
 from redgrape.tree import Tensors, Tree
 
@@ -184,9 +196,10 @@ class FromUpdates(Received):
             case "trimmed_mean":
                 return rules.trimmed_mean(groups, self.exchange.byzantine)
         assert isinstance(described, Direction)
-        if self.exchange.by_examples(described):
-            return tree.weighted_mean(groups, weights or _examples(self._counted))
-        return tree.weighted_mean(groups, [1.0] * len(groups))
+        chosen = self.exchange.weights(described)
+        if chosen == "alike" or weights is None:
+            weights = [weight_of(update, chosen) for update in self._counted]
+        return tree.weighted_mean(groups, weights)
 
     def _mean_statistics(self, part: str, groups: Sequence[Tensors]) -> Tensors:
         """Statistics are values without a length to clip or compare, so rules based on lengths and distances take the
@@ -235,9 +248,19 @@ class FromUpdates(Received):
         return total
 
 
+def weight_of(update: Tree, weights: Weights) -> float:
+    """A client's weight in a mean. By examples it is n_k, or one if the method has no count."""
+    match weights:
+        case "alike":
+            return 1.0
+        case "examples":
+            return float(update.get("count", 1))
+        case "sent":
+            return float(update["weight"])
+
+
 def _examples(updates: Sequence[Tree]) -> list[float]:
-    """n_k, the number of examples that each client trained on; one if the method has no count."""
-    return [float(update.get("count", 1)) for update in updates]
+    return [weight_of(update, "examples") for update in updates]
 
 
 class FromSum(Received):
@@ -268,8 +291,13 @@ class FromSum(Received):
 
     def _mean(self, part: str, described: Part, weights: Sequence[float] | None) -> Tensors:
         assert weights is None and isinstance(described, Direction | Statistics)
-        by_examples = isinstance(described, Statistics) or self.exchange.by_examples(described)
-        weight = self._examples if by_examples else len(self.clients)
+        match self.exchange.weights(described):
+            case "alike":
+                weight = float(len(self.clients))
+            case "examples":
+                weight = float(self._examples)
+            case "sent":
+                weight = float(self._sum["weight"])
         return {name: (self._sum[part][name] / weight).to(like.dtype) for name, like in described.like.items()}
 
     def _total(self, part: str) -> Tensors:
@@ -296,6 +324,10 @@ class FromSum(Received):
             match part:
                 case Count():
                     update[name] = self._sum[name] // len(self.clients)
+                case Weight():
+                    # The sum is within its bound; the mean count is rounded down, so the mean may be above.
+                    most = part.most * (self._examples // len(self.clients))
+                    update[name] = (self._sum[name] / len(self.clients)).clamp(max=most)
                 case Scalar():
                     update[name] = (self._sum[name] / self._examples).to(part.like.dtype)
                 case Sum():

@@ -17,7 +17,8 @@ from redgrape.errors import ConfigError
 if TYPE_CHECKING:
     from redgrape.method import Method
 
-CHOICES = {"loss": "criterion", "regulariser": "regulariser", "sampler": "batches", "client weights": "parts"}
+# The function by which local training takes a choice. Client weights are none of its: their `parts` says what they fit.
+CHOICES = {"loss": "criterion", "regulariser": "regulariser", "sampler": "batches", "client weights": ""}
 
 
 def combined(named: dict[str, type[Method]]) -> type[Method]:
@@ -37,15 +38,21 @@ def combined(named: dict[str, type[Method]]) -> type[Method]:
             chosen[method.ingredient] = name
     for name, method in whole.items():
         for choice, ingredient in chosen.items():
-            if not _uses(method, CHOICES[choice]):
+            if not _takes(method, CHOICES[choice]):
                 raise ConfigError(f"'{name}' cannot be combined with '{ingredient}': its training takes no {choice}")
     ingredients = [parts[name] for name in chosen.values()]
     _check_fields({**{chosen[method.ingredient]: method for method in ingredients}, **whole})
     return _inherit("+".join([*whole, *chosen.values()]), [*ingredients, *whole.values()])
 
 
-def _uses(method: type[Method], function: str) -> bool:
-    """Whether the method's local training calls this function."""
+def _takes(method: type[Method], function: str) -> bool:
+    """Whether the method's local training calls this function. Ingredients build on FedAvg, and so must the method."""
+    from redgrape.methods.fedavg import FedAvg
+
+    if not issubclass(method, FedAvg):
+        return False
+    if not function:
+        return True
     for cls in method.__mro__:
         if code := getattr(vars(cls).get("client_update"), "__code__", None):
             if function in code.co_names:

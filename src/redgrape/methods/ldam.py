@@ -35,6 +35,9 @@ from redgrape.validation import LARGEST
 class LDAM(FedAvg):
     """Margins that grow with the rarity of a class, on a cosine classifier, with re-weighting at the end."""
 
+    clip_norm: float | None = Field(
+        10.0, gt=0, le=LARGEST, description="clip the gradient to this norm; that of a cosine grows with 1 / |h|"
+    )
     max_margin: float = Field(0.5, ge=0, le=LARGEST, description="m of the rarest class")
     scale: float = Field(30.0, gt=0, le=LARGEST, description="s, by which cosines are multiplied in the loss")
     deferred: float = Field(0.2, ge=0, le=1, description="share of the rounds, at the end, with class weights")
@@ -45,8 +48,8 @@ class LDAM(FedAvg):
     fidelity: ClassVar[str] = (
         "from the authors' code: s, the margins, the weighted mean and the share of deferred re-weighting are its; "
         "margins are over the classes with examples only; a net's classifier is linear, so the deployed one has the "
-        "decisions of the cosine but not its probabilities; rows are scaled to length one after each round, and the "
-        "sources of the counts are ours"
+        "decisions of the cosine but not its probabilities; rows are scaled to length one after each round; the "
+        "clipping of gradients and the sources of the counts are ours"
     )
 
     def survey(self, site: ClientSite) -> Tree:

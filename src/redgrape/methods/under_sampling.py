@@ -2,9 +2,9 @@
 
 In each pass a client uses as many different examples of every class as it has of its rarest, drawn anew. Textbooks then
 make the pass shorter. Here it is repeated up to its old length, so that a client makes as many steps as in FedAvg and a
-comparison is one of examples, not of steps. A client with one example of its rarest class would be left with one of each:
-so no class is cut below `least`, and a class with fewer examples repeats them. n_k: the client's examples; C_k: the
-classes that it holds.
+comparison is one of examples, not of steps. A client with one example of its rarest class would be left with one of
+each: so no class is cut below `least`, and a class with fewer examples repeats them. n_k: the client's examples; C_k:
+the classes that it holds.
 
     client  u = max(least, min over C_k of n_kc)
             each pass of n_k rows has every class of C_k n_k / |C_k| times (rounded up or down by chance)
@@ -32,8 +32,8 @@ class UnderSampling(FedAvg):
     presets: ClassVar = {"paper": {}, "plain": {"least": 1}}
     ingredient: ClassVar[str] = "sampler"
     fidelity: ClassVar[str] = (
-        "ours; the rule is common knowledge, and it is applied within a client; that passes keep their length, and that "
-        "no class is cut below 8 examples, is our choice"
+        "ours; the rule is common knowledge, and it is applied within a client; that passes keep their length, and "
+        "that no class is cut below 8 examples, is our choice"
     )
 
     def order(self, site: ClientSite, random: torch.Generator) -> Tensor:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from redgrape.errors import StorageError
-from redgrape.exchange import ClassRows, Direction, Exchange, Parts, Sum
+from redgrape.exchange import ClassRows, Direction, Exchange, Parts, Sum, Weight
 from redgrape.exchange.parts import class_rows
 from redgrape.privacy.ledger import PrivacyLedger
 from redgrape.reading.judged import clients_in
@@ -43,6 +43,10 @@ def disclosures(
         }
     sentences = [_rows_words(name, part, exchange) for name, part in class_rows(parts).items()]
     sentences += [_sums_words(n, exchange) for n, part in parts.items() if isinstance(part, Sum) and part.counted]
+    if any(isinstance(part, Weight) for part in parts.values()):
+        sentences.append(
+            "A client also sends its weight in the averages, one number that the method makes of its class counts."
+        )
     if asked := ", ".join(survey):
         sentences.append(
             f"Before the first round each client was asked for its {asked}. The method needs the sum alone; without a "
