@@ -47,7 +47,7 @@ def _public(path: list[str]) -> list[str]:
 
 
 def _sentence(problem: Any, key: str, model: type[BaseModel], path: list[str]) -> str:
-    kind, value, context = problem["type"], _shown(problem.get("input")), problem.get("ctx", {})
+    kind, value, context = problem["type"], shown(problem.get("input")), problem.get("ctx", {})
     if kind == "extra_forbidden":
         return f"unknown key '{key}'{_near(path, model)}"
     if kind in _BOUNDS:
@@ -76,7 +76,7 @@ def _near(path: list[str], model: type[BaseModel]) -> str:
     return f"; did you mean '{near[0]}'?" if near else f"; choose from {', '.join(names)}"
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
     try:
         return _cut(repr(value), 60)
     except RecursionError:

@@ -602,7 +602,7 @@ def test_presets() -> None:
         "balanced_stats": "batch_update",
         "prototype_view": "augmented",
     }
-    not_used = {"lr", "lr_final", "lam_final"}
+    not_used = {"lr", "lr_final", "lr_milestones", "lr_warmup", "lam_final"}
     assert RedGrape() == RedGrape.preset("paper")
     assert {k: v for k, v in dict(RedGrape.preset("paper")).items() if k not in not_used} == paper
     assert {k: v for k, v in dict(RedGrape.preset("released")).items() if k not in not_used} == paper | released

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from redgrape import methods, nets
-from redgrape.data.partition import Kind
+from redgrape.data.partition import KINDS
 from redgrape.data.prepare import DataOptions
 from redgrape.data.sources import AS_THEY_ARE, READERS
 from redgrape.errors import ConfigError, DataError
@@ -322,7 +322,7 @@ WRONG: dict[str, st.SearchStrategy[Any]] = {
         st.text(), st.integers(), st.lists(st.floats() | st.dates(), min_size=1, max_size=3)
     ),
     "data.head_cap": below(1),
-    "data.partition": unlike(*get_args(Kind)),
+    "data.partition": unlike(*KINDS, "natural"),
     "data.alpha": outside(5e-324),
     "data.clients": below(1),
     "data.validation": below(0),

@@ -19,7 +19,7 @@ from redgrape.learning.schedule import MILESTONES, Schedule, decay, warm_up
 from redgrape.learning.sgd import Optimizer, Sgd
 from redgrape.nets.net import Net
 from redgrape.tree import Tensors
-from redgrape.validation import LARGEST
+from redgrape.validation import LARGEST, shown
 
 if TYPE_CHECKING:
     from redgrape.method import ClientSite, Site
@@ -72,7 +72,7 @@ def _rising(values: Any) -> Any:
     values = tuple(values) if isinstance(values, list) else values
     numbers = isinstance(values, tuple) and values and all(isinstance(v, float) and 0 < v < 1 for v in values)
     if not numbers or any(a >= b for a, b in pairwise(values)):
-        raise ValueError("name rising shares of the rounds between 0 and 1, such as [0.5, 0.75]")
+        raise ValueError(f"it is {shown(values)}; it must be rising shares of the rounds, such as [0.5, 0.75]")
     return values
 
 
