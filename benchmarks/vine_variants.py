@@ -1,28 +1,24 @@
-"""What was tried to make Vine better, as a method of one's own. docs/methods/vine.md has the table.
+"""What was tried to make Vine better, as a method of one's own.
 
-redgrape compare fedavg balanced_softmax vine benchmarks/vine_variants.py:variant=prior --experiment FILE
+    redgrape compare fedavg balanced_softmax vine vine+balanced_softmax benchmarks/vine_variants.py:variant=angle \\
+        --experiment experiments/frozen100.toml -c data.validation=20 --seeds 0,1,2
 
-unweighted    the margin without the class weights pi_c^tau: M_k has a bias towards rare classes
-prior         log pi in the logits of both streams, as balanced softmax trains
-angle         lambda (1 - cos(g_local, g_bal)): the pull is strong where the two disagree
-server_step   the server moves W along -G too, by `share` of the length of the round's own step
+    unweighted    the margin without the class weights pi_c^tau: M_k has a bias towards rare classes
+    angle         lambda (1 - cos(g_local, g_bal)): the pull is strong where the two disagree
+    server_step   the server moves W along -G too, by `share` of the length of the round's own step
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Literal
 from unittest.mock import patch
 
 import torch
-import torch.nn.functional as F
 from pydantic import Field
-from torch import Tensor
 
 from redgrape import tree
 from redgrape.exchange import Received
 from redgrape.learning import classifier
-from redgrape.learning.prior import log_prior
 from redgrape.method import ClientSite, ServerSite
 from redgrape.methods import vine
 from redgrape.methods.vine import Balance, Vine
@@ -32,22 +28,14 @@ from redgrape.tree import Tensors, Tree
 class VineVariants(Vine):
     """Vine with one part changed."""
 
-    variant: Literal["unweighted", "prior", "angle", "server_step"] = Field("prior")
+    variant: Literal["unweighted", "angle", "server_step"] = Field("angle")
     share: float = Field(0.5, description="server_step: length relative to the round's step")
 
     def init_server(self, model: Tensors, site: ServerSite) -> Tree:
         server = super().init_server(model, site)
         if self.variant == "unweighted":
             server["class_weights"] = server["class_weights"] * torch.exp(-server["margin"])
-        return server | ({"log_pi": log_prior(site.survey["class_counts"])} if self.variant == "prior" else {})
-
-    def broadcast(self, server: Tree) -> Tree:
-        return super().broadcast(server) | {name: server[name] for name in ("log_pi",) if name in server}
-
-    def criterion(self, broadcast: Tree, site: ClientSite) -> Callable[[Tensor, Tensor], Tensor]:
-        if self.variant != "prior":
-            return super().criterion(broadcast, site)
-        return lambda z, y: F.cross_entropy(z + broadcast["log_pi"].to(z), y)
+        return server
 
     def client_update(self, broadcast: Tree, state: Tree, site: ClientSite) -> tuple[Tree, Tree]:
         with patch.object(vine, "Balance", ByAngle if self.variant == "angle" else Balance):
