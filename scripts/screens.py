@@ -76,15 +76,15 @@ def screen(command: str) -> str:
         )
         tmux = ["tmux", "-S", f"{folder}/socket"]
         size = ["-x", str(COLUMNS), "-y", str(LINES)]
-        subprocess.run([*tmux, "new-session", "-d", *size, "sh", "-c", line], check=True)  # noqa: S603
+        subprocess.run([*tmux, "new-session", "-d", *size, "sh", "-c", line], check=True)  # noqa: S603  # our own command
         try:
             while not done.exists() or not done.read_text():
                 time.sleep(0.2)
-            shown = subprocess.run(  # noqa: S603
+            shown = subprocess.run(  # noqa: S603  # our own command
                 [*tmux, "capture-pane", "-p", "-S", "-"], check=True, capture_output=True, text=True
             ).stdout
         finally:
-            subprocess.run([*tmux, "kill-server"], check=False)  # noqa: S603
+            subprocess.run([*tmux, "kill-server"], check=False)  # noqa: S603  # our own command
     return f"$ {command}\n{shown.rstrip()}\n"
 
 
@@ -94,7 +94,7 @@ def photograph(page: Path, name: str, width: int) -> None:
         size = [f"--window-size={width},1600", "--hide-scrollbars", "--virtual-time-budget=3000"]
         picture = OUT / f"{name}-{width}.png"
         command = ["chromium", *quiet, *size, f"--user-data-dir={profile}", f"--screenshot={picture}", page.as_uri()]
-        subprocess.run(command, check=True, capture_output=True, timeout=300)  # noqa: S603
+        subprocess.run(command, check=True, capture_output=True, timeout=300)  # noqa: S603  # our own command
 
 
 def overview(screens: dict[str, str]) -> str:
