@@ -69,6 +69,21 @@ def test_lda_on_the_encoder_of_a_run(place: Path, tmp_path: Path) -> None:
         assert not torch.equal(after[name], before[name])
 
 
+def test_a_run_that_keeps_its_best_round_or_stopped_early_is_a_start(place: Path, tmp_path: Path) -> None:
+    words = ["--data", str(place / "vectors.npz"), "--net", "mlp", "--clients", "3", "--partition", "iid", "--quiet"]
+    words += ["--method", "fedavg", "--rounds", "9", "--epochs", "3", "--lr", "0.5", "--workers", "1"]
+    words += ["-c", "data.imbalance=natural", "-c", "data.validation=3", "--keep", "best", "--patience", "2"]
+    assert command(["run", *words, "--out", str(tmp_path / "best")]) == 0
+    folder = RunFolder.open(tmp_path / "best")
+    best, after = (folder.summary() or {})["best_round"], tmp_path / "after"
+    assert best < state(folder.path).round < 9
+    assert command(["adjust", str(folder.path), "ncm", "--workers", "1", "--quiet", "--out", str(after)]) == 0
+    encoder, last = state(after).server["model"], state(folder.path).server["model"]
+    kept = folder.state_after(best).server["model"]
+    assert all(torch.equal(t, encoder[name]) for name, t in kept.items() if name.startswith("encoder."))
+    assert not all(torch.equal(t, encoder[name]) for name, t in last.items() if name.startswith("encoder."))
+
+
 def test_what_a_run_started_from_is_recorded(place: Path, tmp_path: Path) -> None:
     _, _, out = adjusted(place, tmp_path, "ncm")
     first = str(place / "first")

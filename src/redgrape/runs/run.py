@@ -383,15 +383,16 @@ def first_model(experiment: Experiment, prepared: Prepared) -> Tensors:
 
 
 def last_state(folder: RunFolder) -> RunState:
-    """The last state of a finished run, from which another starts."""
+    """The state of a finished run, from which another starts: the last, or that of the best round if it is kept."""
     if (exchange := folder.experiment().exchange).noise or exchange.class_noise:
         raise ConfigError(
             f"'{folder.path}' was trained with noise, and another run would use the clients' data again, outside its "
             "account of epsilon; start from a run without noise"
         )
-    state, _ = folder.latest()
     summary = folder.summary() or {}
-    if state is None or state.round != summary.get("rounds") or digest_of_state(state) != summary.get("state"):
+    best = summary.get("best_round")  # if the experiment keeps its model
+    state = folder.state_after(best) if best else folder.latest()[0]
+    if state is None or digest_of_state(state) != summary.get("state"):
         raise ConfigError(f"'{folder.path}' is not finished; finish it with `redgrape resume`, or name another run")
     return state
 
