@@ -26,7 +26,8 @@ from redgrape.data.federation import Federation
 from redgrape.data.prepare import DataOptions, prepare
 from redgrape.methods.fedavg import FedAvg
 from redgrape.methods.redgrape import RedGrape
-from redgrape.training import Step, Training, sample_clients
+from redgrape.rounds import sample_clients
+from redgrape.training import Step, Training
 
 
 def main() -> None:

@@ -82,12 +82,37 @@ FILES_ANYWHERE = "runs.durable"
 
 # What each room must not know. `data` and `nets` know no learning.
 RULES = {
-    "engines": ("runs", "reading", "cli", "deploy", "methods", "training"),
-    "exchange": ("learning", "methods", "engines", "training", "runs", "reading", "cli", "deploy"),
-    "data": ("learning", "method", "methods", "exchange", "engines", "training", "runs", "reading", "cli", "deploy"),
-    "nets": ("learning", "method", "methods", "exchange", "engines", "training", "runs", "reading", "cli", "deploy"),
-    "learning": ("methods", "engines", "training", "runs", "reading", "cli", "deploy"),
-    "method": ("engines", "training", "runs", "reading", "cli", "deploy"),
+    "engines": ("runs", "reading", "cli", "deploy", "methods", "rounds", "training"),
+    "exchange": ("learning", "methods", "engines", "rounds", "training", "runs", "reading", "cli", "deploy"),
+    "data": (
+        "learning",
+        "method",
+        "methods",
+        "exchange",
+        "engines",
+        "rounds",
+        "training",
+        "runs",
+        "reading",
+        "cli",
+        "deploy",
+    ),
+    "nets": (
+        "learning",
+        "method",
+        "methods",
+        "exchange",
+        "engines",
+        "rounds",
+        "training",
+        "runs",
+        "reading",
+        "cli",
+        "deploy",
+    ),
+    "learning": ("methods", "engines", "rounds", "training", "runs", "reading", "cli", "deploy"),
+    "method": ("engines", "rounds", "training", "runs", "reading", "cli", "deploy"),
+    "rounds": ("methods", "nets", "training", "runs", "reading", "cli", "deploy"),
     "training": ("methods", "runs", "reading", "cli", "deploy"),
 }
 

@@ -30,7 +30,8 @@ from redgrape.learning.schedule import decay
 from redgrape.method import ClientSite, ServerSite
 from redgrape.methods.fedavg import FedAvg
 from redgrape.methods.redgrape import RedGrape
-from redgrape.training import RunState, Training, check_net, rounds, sample_clients
+from redgrape.rounds import RunState, rounds, sample_clients
+from redgrape.training import Training, check_net
 from toys import VECTOR, examples, federation
 
 C = 3

@@ -2,7 +2,7 @@
 
 A method is a frozen set of hyper-parameters with pure functions over named tensors. It does the computing. An engine
 runs its client half. An exchange carries the updates: it knows their parts, and checks, protects and reduces them. Only
-`training.rounds` knows all three. State goes in and comes out: a method keeps none.
+`rounds.rounds` knows all three. State goes in and comes out: a method keeps none.
 """
 
 from __future__ import annotations

@@ -23,8 +23,9 @@ from redgrape.method import Method
 from redgrape.methods.fedavg import FedAvg
 from redgrape.nets.mixed import in_bfloat16
 from redgrape.nets.net import Net
+from redgrape.rounds import RunState, rounds
 from redgrape.testing.cases import Case, batchnorm_net, client_half, named_net, server_site, small
-from redgrape.training import RunState, rounds, train
+from redgrape.training import train
 from simulated_gpu import simulated_gpu
 
 

@@ -21,7 +21,8 @@ from redgrape.learning.local_training import holds_for_stacks, stackable
 from redgrape.method import Method
 from redgrape.methods.fedavg import FedAvg
 from redgrape.nets.net import Net
-from redgrape.training import RunState, Training, train
+from redgrape.rounds import RunState
+from redgrape.training import Training, train
 
 C = 4
 SIZES = [7, 5, 7, 7, 3, 7, 5, 9]  # stacks of three, of two, and clients alone

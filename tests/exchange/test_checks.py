@@ -32,11 +32,11 @@ from redgrape.learning.features import never_negative
 from redgrape.method import Method
 from redgrape.methods.fedavg import FedAvg
 from redgrape.methods.redgrape import RedGrape
+from redgrape.rounds import RunState, rounds
 from redgrape.runs.experiment import Experiment
 from redgrape.runs.folder import RunFolder
 from redgrape.runs.run import Run
 from redgrape.testing import cases
-from redgrape.training import RunState, rounds
 
 HONEST, BAD = 0, (1, 2, 3)
 CASE = cases.Case(clients_per_round=4, rounds=2)

@@ -31,8 +31,9 @@ from redgrape.exchange.checks import LONGEST, TooLong
 from redgrape.learning.features import features
 from redgrape.methods.fedavg import FedAvg
 from redgrape.privacy.disclosure import disclosures
+from redgrape.rounds import PLAIN, RunState, exchanged
 from redgrape.testing import engines as testing_engines
-from redgrape.training import PLAIN, RunState, Training, exchanged
+from redgrape.training import Training
 from redgrape.tree import Tree
 
 CPU = torch.device("cpu")

@@ -24,9 +24,9 @@ from redgrape.exchange import ClassRows, Count, Direction, Exchange, Parts, Rece
 from redgrape.methods.fedavg import FedAvg
 from redgrape.methods.redgrape import RedGrape
 from redgrape.methods.scaffold import Scaffold
+from redgrape.rounds import RunState, exchanged, rounds
 from redgrape.runs.experiment import Experiment
 from redgrape.testing import cases
-from redgrape.training import RunState, exchanged, rounds
 
 RULES = ["median", "trimmed_mean", "krum", "multi_krum", "norm_clipping"]
 MANY = cases.Case(tuple((3 + k, 2, k % 3, 1) for k in range(9)), clients_per_round=9, rounds=2)

@@ -24,7 +24,8 @@ from redgrape.methods.fedopt import FedOpt
 from redgrape.methods.logit_adjustment import LogitAdjustment
 from redgrape.methods.redgrape import RedGrape
 from redgrape.methods.scaffold import Scaffold
-from redgrape.training import PLAIN, RunState, Training
+from redgrape.rounds import PLAIN, RunState
+from redgrape.training import Training
 from toys import Summing
 
 C = 4

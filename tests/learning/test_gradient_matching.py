@@ -23,8 +23,8 @@ from redgrape.method import ClientSite, ServerSite
 from redgrape.methods import creff
 from redgrape.methods.creff import CReFF
 from redgrape.methods.fedavg import FedAvg
+from redgrape.rounds import RunState, rounds
 from redgrape.testing.cases import CLASSES, IMAGE, float64_net
-from redgrape.training import RunState, rounds
 from toys import random
 
 CPU, C = torch.device("cpu"), CLASSES

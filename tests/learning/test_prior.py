@@ -26,7 +26,7 @@ from redgrape.method import ClientSite, ServerSite
 from redgrape.methods.balanced_softmax import BalancedSoftmax
 from redgrape.methods.fedavg import FedAvg
 from redgrape.methods.logit_adjustment import LogitAdjustment
-from redgrape.training import RunState, rounds
+from redgrape.rounds import RunState, rounds
 
 C, CPU = 4, torch.device("cpu")
 LINEAR = functools.partial(nets.build, "linear", (3,), C, seed=0)

@@ -37,8 +37,8 @@ from redgrape.methods.fedprox import FedProx
 from redgrape.methods.ratio_loss import RatioLoss, class_ratios
 from redgrape.methods.scaffold import Scaffold
 from redgrape.reading import run_tables
+from redgrape.rounds import RunState, rounds, sample_clients
 from redgrape.testing.cases import IMAGE, float64_net
-from redgrape.training import RunState, rounds, sample_clients
 from toys import random
 
 CPU, C = torch.device("cpu"), 3

@@ -20,8 +20,9 @@ from redgrape.method import Method
 from redgrape.methods.coverage import Coverage, class_mass
 from redgrape.methods.fedavg import FedAvg
 from redgrape.privacy.disclosure import disclosures
+from redgrape.rounds import PLAIN, exchanged
 from redgrape.testing.engines import Spoiling
-from redgrape.training import PLAIN, Training, exchanged
+from redgrape.training import Training
 from toys import VECTOR, Summing, federation, server_site
 
 COUNTS = [5, 3, 1], [8, 0, 0], [2, 1, 3], [1, 0, 1]

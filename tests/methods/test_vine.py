@@ -20,8 +20,9 @@ from redgrape.errors import ConfigError
 from redgrape.method import ServerSite
 from redgrape.methods.redgrape import RedGrape
 from redgrape.methods.vine import Balance, Vine
+from redgrape.rounds import exchanged, first_state
 from redgrape.testing import engines as testing_engines
-from redgrape.training import Training, exchanged, first_state
+from redgrape.training import Training
 
 C, D = 4, 6
 SIZES = [[12, 5, 0, 0], [3, 0, 9, 1], [0, 8, 2, 0], [6, 1, 1, 0], [9, 4, 0, 2]]

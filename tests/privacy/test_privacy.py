@@ -41,12 +41,12 @@ from redgrape.privacy.account import Mechanism, epsilon
 from redgrape.privacy.disclosure import disclosed, disclosures, in_words, leak_in_one_line
 from redgrape.privacy.ledger import PrivacyLedger
 from redgrape.reading.run_tables import RunView
+from redgrape.rounds import PLAIN, RunState, exchanged
 from redgrape.runs.experiment import Experiment
 from redgrape.runs.folder import RunFolder
 from redgrape.runs.run import Run
 from redgrape.testing import cases, clauses
 from redgrape.testing import engines as testing_engines
-from redgrape.training import PLAIN, RunState, exchanged
 
 
 @pytest.fixture(autouse=True)

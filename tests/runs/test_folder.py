@@ -27,11 +27,11 @@ from redgrape.data.prepare import DataOptions, prepare
 from redgrape.errors import BusyError, ConfigError, DataError, Diverged, RedgrapeError, StorageError
 from redgrape.exchange import checks
 from redgrape.reading.run_tables import RunView
+from redgrape.rounds import InMemory, RunState
 from redgrape.runs import durable
 from redgrape.runs.experiment import Experiment
 from redgrape.runs.folder import FORMAT, OLDEST, RunFolder
 from redgrape.runs.run import Run
-from redgrape.training import InMemory, RunState
 
 Values = Callable[..., dict[str, Any]]
 

@@ -20,10 +20,10 @@ from redgrape.methods.balanced_softmax import BalancedSoftmax
 from redgrape.methods.fedavg import FedAvg
 from redgrape.methods.logit_adjustment import LogitAdjustment
 from redgrape.methods.redgrape import RedGrape
+from redgrape.rounds import exchanged
 from redgrape.testing.cases import Case, float64_net, run, server_site, small
 from redgrape.testing.clauses import check_finite, crossing, must_equal
 from redgrape.testing.engines import Reversed
-from redgrape.training import exchanged
 
 
 @pytest.mark.parametrize("clause", testing.CHECKS)

@@ -42,12 +42,12 @@ from redgrape.nets.net import Net
 from redgrape.privacy.disclosure import recorded_disclosures
 from redgrape.reading import judged
 from redgrape.reading.run_tables import RunView
+from redgrape.rounds import RunState
 from redgrape.runs import checksums, durable
 from redgrape.runs.experiment import NetOptions
 from redgrape.runs.figures import unpacked_record
 from redgrape.runs.folder import RunFolder
 from redgrape.runs.run import check_model, digest_of_state
-from redgrape.training import RunState
 from redgrape.tree import Tensors
 
 

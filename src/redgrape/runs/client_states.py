@@ -24,8 +24,8 @@ from numpy.typing import NDArray
 from redgrape import tree
 from redgrape.errors import StorageError
 from redgrape.method import ClientId
+from redgrape.rounds import ClientStates
 from redgrape.runs import durable
-from redgrape.training import ClientStates
 from redgrape.tree import Tensors, Tree
 
 MOST_CLIENTS = 10**8  # an index with more clients is damaged

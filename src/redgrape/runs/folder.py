@@ -37,12 +37,12 @@ from redgrape import tree
 from redgrape.data.examples import Examples
 from redgrape.data.federation import Federation
 from redgrape.errors import BusyError, ConfigError, StorageError
+from redgrape.rounds import RunState
 from redgrape.runs import checksums, durable
 from redgrape.runs.checksums import hash_of
 from redgrape.runs.client_states import StateFiles, StateFolder, files_in_use
 from redgrape.runs.experiment import Experiment, read_toml
 from redgrape.runs.figures import packed, unpacked_record
-from redgrape.training import RunState
 
 FORMAT = 3
 OLDEST = 2  # the oldest readable format; it has no copy of the experiment

@@ -14,7 +14,8 @@ from redgrape.data.federation import Federation
 from redgrape.errors import ConfigError
 from redgrape.exchange.parts import class_rows
 from redgrape.method import Method
-from redgrape.training import RECORD, Training, survey_like
+from redgrape.rounds import RECORD, survey_like
+from redgrape.training import Training
 
 LARGEST_TRY = 1 << 28  # numbers: 1 GB of float32
 

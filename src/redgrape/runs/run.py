@@ -28,11 +28,12 @@ from redgrape.method import Site
 from redgrape.nets import pretrained
 from redgrape.privacy.disclosure import disclosures
 from redgrape.privacy.ledger import PrivacyLedger
+from redgrape.rounds import RunState, exchanged
 from redgrape.runs.embedded import embedder, for_encoder
 from redgrape.runs.experiment import Experiment
 from redgrape.runs.figures import FIGURES, OF_MANY_CLASSES, best_round, has_stopped, window
 from redgrape.runs.folder import RunFolder
-from redgrape.training import RunState, Step, Training, exchanged
+from redgrape.training import Step, Training
 from redgrape.tree import Tensors, Tree
 
 DECIDING = ("redgrape", "torch", "numpy", "platform", "machine", "cpu", "device", "stack")  # what could change bits

@@ -18,7 +18,7 @@ from redgrape.engines.in_process import InProcess
 from redgrape.exchange import Exchange
 from redgrape.method import ClientId, Method, ServerSite
 from redgrape.nets.net import Net
-from redgrape.training import PLAIN, RunState, rounds
+from redgrape.rounds import PLAIN, RunState, rounds
 
 SEED, ROUNDS, BATCH, CLASSES = 7, 3, 4, 4
 IMAGE = (1, 8, 8)

@@ -23,6 +23,7 @@ from redgrape.engines.pool import Pool
 from redgrape.exchange import Exchange
 from redgrape.method import ClientId, Method
 from redgrape.nets.net import Net
+from redgrape.rounds import PLAIN, InMemory, RunState, exchanged, first_state, sample_clients, survey_like
 from redgrape.testing.cases import (
     CLASSES,
     IMAGE,
@@ -37,7 +38,6 @@ from redgrape.testing.cases import (
     small,
 )
 from redgrape.testing.engines import SPOILERS, Dropping, Reversed, Spoiling, Summing, kind
-from redgrape.training import PLAIN, InMemory, RunState, exchanged, first_state, sample_clients, survey_like
 from redgrape.tree import Tensors, Tree
 
 CHECKS: dict[str, Callable[..., None]] = {}

@@ -15,9 +15,10 @@ from redgrape.deploy.processes.supervision import identity
 from redgrape.deploy.protocol import admission
 from redgrape.deploy.setup.folder import FEWEST_IN_SUM, Deployment, DeployOptions
 from redgrape.errors import BusyError, ConfigError, DataError, Diverged, RedgrapeError, StorageError, TooFewClients
+from redgrape.rounds import RunState
 from redgrape.runs.experiment import Experiment
 from redgrape.runs.folder import RunFolder
-from redgrape.training import RunState, Step
+from redgrape.training import Step
 
 START_DEADLINE = 120.0  # seconds for the server's part to start
 SILENCE = 3600.0  # seconds for the server's own work in a round, besides its waits

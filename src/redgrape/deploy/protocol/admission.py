@@ -23,8 +23,8 @@ from redgrape.exchange import Parts
 from redgrape.exchange.parts import class_rows, class_sums
 from redgrape.method import Site
 from redgrape.privacy import floors
+from redgrape.rounds import exchanged
 from redgrape.runs.experiment import Experiment
-from redgrape.training import exchanged
 from redgrape.tree import Tree
 
 if TYPE_CHECKING:

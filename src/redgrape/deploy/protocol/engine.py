@@ -162,7 +162,7 @@ class FlowerEngine:
 
 
 def _as_answer(reply: Reply[TrainAnswer], asked: int) -> Answer | Lost:
-    """What `training.rounds` judges. The state is represented by its round and its key."""
+    """What `rounds.rounds` judges. The state is represented by its round and its key."""
     try:
         update = tree_of(reply)
     except UpdateRejected as error:
