@@ -7,6 +7,8 @@ import math
 import os
 import re
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any, Literal
@@ -717,3 +719,17 @@ def test_objects_are_told_in_a_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert re.fullmatch(r"Result\(2 rounds, accuracy [\d.]+ %(, tail [\d.]+ %)?\)", repr(result))
     rg.train(FedAvg(epochs=1), data, mlp, rounds=2, evaluate_every=2, progress=True)
     assert [line.split("  ")[0] for line in capsys.readouterr().err.splitlines()] == ["round 1/2", "round 2/2"]
+
+
+def test_training_does_not_import_the_compiler() -> None:
+    """torch._dynamo and sympy take over a second, longer than the first rounds of a small net."""
+    code = """
+import sys, torch, redgrape as rg
+examples = rg.Examples(torch.randn(8, 5), torch.arange(8) % 2)
+federation = rg.Federation([examples, examples], examples, 2)
+for method in (rg.RedGrape(lr=0.1), rg.Vine(lr=0.1), rg.CReFF(lr=0.1, match_steps=2, retrain_epochs=1)):
+    rg.train(method, federation, rg.Net(torch.nn.Flatten(), torch.nn.Linear(5, 2)), rounds=2)
+print({"sympy", "torch._dynamo"} & set(sys.modules))
+"""
+    printed = subprocess.run([sys.executable, "-c", code], text=True, capture_output=True, timeout=120, check=True)
+    assert printed.stdout == "set()\n"

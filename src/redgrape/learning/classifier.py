@@ -6,6 +6,7 @@ forward pass gives the gradients for any grouping of examples, without a graph.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Literal, TypeAlias
@@ -154,14 +155,7 @@ def first(like: Tensors, start: Start, random: torch.Generator) -> Tensors:
 
 def linear_like(classifier: nn.Linear, values: Tensors | None) -> nn.Linear:
     """A second classifier of the same shape with these values; it is not trained if there are none."""
-    twin: nn.Linear = nn.utils.skip_init(
-        nn.Linear,
-        classifier.in_features,
-        classifier.out_features,
-        bias=classifier.bias is not None,
-        device=classifier.weight.device,
-        dtype=classifier.weight.dtype,
-    )
+    twin = copy.deepcopy(classifier)  # skip_init would import sympy, which takes longer than many rounds
     if values is None:
         return twin.requires_grad_(False)
     twin.load_state_dict(values)

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from redgrape import tree
+from redgrape import determinism, tree
 from redgrape.errors import ConfigError, DataError, install
 from redgrape.nets import efficientnet
 from redgrape.nets.net import Net
@@ -71,9 +71,10 @@ def body(name: str, shape: tuple[int, ...], size: int | None) -> nn.Sequential:
     return nn.Sequential(_Resized(side(shape, size)), find(name).build())
 
 
+@cache
 def features(name: str, shape: tuple[int, ...], size: int | None) -> int:
-    """The number of features."""
-    with torch.device("meta"):  # takes neither memory nor time
+    """The number of features, of one image: on the meta device the first call would import torch's compiler."""
+    with torch.device("cpu"), determinism.global_stream(None), torch.no_grad():
         return int(body(name, shape, size).eval()(torch.zeros(1, *shape)).shape[1])
 
 
