@@ -172,7 +172,7 @@ def good(outcome: Outcome) -> Outcome:
 def test_every_table_and_figure_has_its_suite() -> None:
     figures = ["fig_convergence", "fig_lambda", "fig_threshold", "fig_two_stream"]
     assert files.names() == sorted(
-        [*(f"table{i}" for i in range(1, 7)), *figures, "ablations", "cifar10_resnet8", "vine", *UNCUT]
+        [*(f"table{i}" for i in range(1, 7)), *figures, "ablations", "cifar10_resnet8", "creff_table", "vine", *UNCUT]
     )
 
 
@@ -192,7 +192,8 @@ def test_every_cell_is_an_experiment(name: str, scale: str) -> None:
     assert len(cells) == len({cell.identity for cell in cells}) == len({cell.folder for cell in cells})
     assert len(cells) == len({cell.name for cell in cells})
     of_paper = [cell.experiment.data for cell in cells if cell.experiment.data.source != "digits"]
-    assert {(data.auxiliary, data.partition) for data in of_paper} <= {(32, "prior_dirichlet")}
+    its_own = (0, "creff") if name == "creff_table" else (32, "prior_dirichlet")
+    assert {(data.auxiliary, data.partition) for data in of_paper} <= {its_own}
     assert bool(suite.cuts(scale)) == (scale == "quick" or (scale == "study" and name not in ("vine", *UNCUT)))
 
 
@@ -428,6 +429,7 @@ def test_unknown_suites_and_scales_get_one_line(command: Command) -> None:
         ('rows = ["method"]', 'rows = ["dataset"]', "axis 'method' tells neither rows nor columns apart"),
         ('references = ["FedAvg"]', 'references = ["FedSGD"]', "the reference 'FedSGD' is none of the rows"),
         ("[55.5, 66.6]", "[55.5]", "paper.accuracy.RedGrape has 1 figures"),
+        ("FedAvg = [50.0, 60.0]", "FedSGD = [50.0, 60.0]", "paper.accuracy names no row of the table: FedSGD"),
         ('measures = ["accuracy"]', 'measures = ["f1"]', "'f1' is no measure"),
         ('claim = "none"', 'clame = "none"', "unknown key 'small.toml.clame'; did you mean 'claim'?"),
     ],

@@ -151,13 +151,7 @@ class Suite:
 
     def _experiments(self, labels: Mapping[str, Label], scale: str, seed: int) -> list[Experiment]:
         """One, or one for each client alone."""
-        values = _merged({}, self.experiment)
-        for rule in self.rules:
-            if rule.fits({**labels, "scale": scale}):
-                values = _merged(values, rule.set)
-        for axis, label in labels.items():
-            if axis in self.keys:
-                put(values, self.keys[axis], label)
+        values = self._values(labels, scale)
         data = values.get("data", {})
         names = [str(k) for k in range(data["clients"])] if data.get("alone") == EACH else []
         each = [_merged(values, {"data": {"alone": name}}) for name in names] or [values]
@@ -166,6 +160,16 @@ class Suite:
         except ConfigError as error:
             named = ", ".join(label_text(axis, value) for axis, value in labels.items())
             raise ConfigError(f"{self.name}: {named}: {error}") from error
+
+    def _values(self, labels: Mapping[str, Label], scale: str) -> dict[str, Any]:
+        values = _merged({}, self.experiment)
+        for rule in self.rules:
+            if rule.fits({**labels, "scale": scale}):
+                values = _merged(values, rule.set)
+        for axis, label in labels.items():
+            if axis in self.keys:
+                put(values, self.keys[axis], label)
+        return values
 
     def row(self, labels: Mapping[str, Label]) -> str:
         return ", ".join(text(labels[axis]) for axis in self.rows)
@@ -206,9 +210,16 @@ class Suite:
         return lines if ours == theirs else [*lines, f"seeds: {ours} instead of {theirs}"]
 
     def departures(self, scale: str, only: Sequence[str] = ()) -> list[str]:
-        """How these cells differ from the paper at every scale, as their rules state."""
-        cells = [{**cell.labels, "scale": scale} for cell in self.cells(scale, [0], only)]
-        return [rule.departure for rule in self.rules if rule.departure and any(map(rule.fits, cells))]
+        """How these cells differ from the paper at every scale, as their rules state. A rule counts unless later ones
+        replace all that it sets."""
+        cells = [cell.labels for cell in self.cells(scale, [0], only)]
+        return [r.departure for r in self.rules if r.departure and any(self._holds(r, at, scale) for at in cells)]
+
+    def _holds(self, rule: Rule, labels: Mapping[str, Label], scale: str) -> bool:
+        """Whether the rule fits the cell and something that it sets, if anything, is there in the end."""
+        values = _flat(self._values(labels, scale))
+        kept = not rule.set or any(values.get(key) == value for key, value in _flat(rule.set).items())
+        return kept and rule.fits({**labels, "scale": scale})
 
     def _among(self, some: Sequence[Mapping[str, Label]], every: Sequence[Mapping[str, Label]]) -> str:
         """Describe these cells with as few axes as possible."""
@@ -322,7 +333,8 @@ def _check(suite: Suite, path: Path) -> None:
     for row in suite.references:
         require(row in suite.all_rows(), f"the reference '{row}' is none of the rows")
     for measure, rows in suite.paper.items():
-        require(sorted(rows) == sorted(suite.all_rows()), f"paper.{measure} does not name the rows of the table")
+        others = sorted(set(rows) - set(suite.all_rows()))
+        require(not others, f"paper.{measure} names no row of the table: {', '.join(others)}")
         for row, values in rows.items():
             require(len(values) == len(suite.all_columns()), f"paper.{measure}.{row} has {len(values)} figures")
 
