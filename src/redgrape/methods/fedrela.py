@@ -55,10 +55,14 @@ class FedReLa(FedAvg):
         late = in_second_stage(self.share, site.round, site.rounds)
         return super().learning_rate(site) * (self.lr_factor if late else 1.0)
 
+    def init_client(self, broadcast: Tree) -> Tree:
+        return {**super().init_client(broadcast), "drawn": torch.tensor(False)}
+
     def client_update(self, broadcast: Tree, state: Tree, site: ClientSite) -> tuple[Tree, Tree]:
         if in_second_stage(self.share, site.round, site.rounds):
-            labels = state["labels"] if "labels" in state else self._labels(broadcast, site)
-            state, site = {**state, "labels": labels}, dataclasses.replace(site, data=labelled(site.data, labels))
+            labels = state["labels"] if state["drawn"] else self._labels(broadcast, site)
+            state = {**state, "drawn": torch.tensor(True), "labels": labels}
+            site = dataclasses.replace(site, data=labelled(site.data, labels))
         return super().client_update(broadcast, state, site)
 
     def _labels(self, broadcast: Tree, site: ClientSite) -> Tensor:
