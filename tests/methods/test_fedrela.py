@@ -64,7 +64,8 @@ def test_labels_are_drawn_by_their_chances_and_the_largest_wins() -> None:
 
 def test_examples_get_other_labels_also_in_a_view() -> None:
     data = toys.examples([3, 2]).take([4, 0, 1])
-    changed = labelled(data, torch.tensor([0, 1, 1]))
+    site = rg.ClientSite(net, 1, 2, 0, 1, 1, torch.device("cpu"), 0, data)
+    changed = labelled(site, torch.tensor([0, 1, 1])).data
     assert changed.labels.tolist() == [0, 1, 1] and data.labels.tolist() == [1, 0, 0]
     rows = torch.arange(3)
     assert torch.equal(changed.inputs(rows, torch.float64), data.inputs(rows, torch.float64))

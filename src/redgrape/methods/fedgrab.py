@@ -43,7 +43,7 @@ class FedGraB(FedAvg):
 
     presets: ClassVar = {"paper": {}}
     fidelity: ClassVar[str] = (
-        "from the authors' code, in part: it balances classes by their place in the order of labels, where the paper "
+        "from the authors' code, in part; it balances classes by their place in the order of labels, where the paper "
         "has a class prior from the lengths of the classifier's rows; how that prior enters could not be verified, so "
         "every class has a controller here and the prior is left out"
     )

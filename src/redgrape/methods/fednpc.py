@@ -47,7 +47,7 @@ class FedNPC(FedAvg):
     presets: ClassVar = {"paper": {}}
     cheap: ClassVar = {"noise_steps": 3, "noise_samples": 20}
     fidelity: ClassVar[str] = (
-        "from the authors' code, which makes up to 27 steps for 10 classes and 49 for 100, and keeps the step that is "
+        "from the authors' code; it makes up to 27 steps for 10 classes and 49 for 100, and keeps the step that is "
         "best on the test set; here all steps are made, and their number is fixed beforehand"
     )
 

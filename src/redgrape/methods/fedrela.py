@@ -27,7 +27,6 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from redgrape.data.examples import Examples
 from redgrape.learning.classifier import encoded
 from redgrape.learning.decoupling import in_second_stage
 from redgrape.method import ClientSite, Site
@@ -46,7 +45,7 @@ class FedReLa(FedAvg):
 
     presets: ClassVar = {"paper": {}}
     fidelity: ClassVar[str] = (
-        "from the authors' code, which has it on FedETF and FedLoGe; here on FedAvg, or with a loss in a combination; "
+        "from the authors' code; there it is on FedETF and FedLoGe, here on FedAvg, or with a loss in a combination; "
         "probabilities are of one pass in evaluation mode, where the code averages five passes with augmentation; a "
         "sampled client draws its labels at its first visit in the last rounds"
     )
@@ -62,7 +61,7 @@ class FedReLa(FedAvg):
         if in_second_stage(self.share, site.round, site.rounds):
             labels = state["labels"] if state["drawn"] else self._labels(broadcast, site)
             state = {**state, "drawn": torch.tensor(True), "labels": labels}
-            site = dataclasses.replace(site, data=labelled(site.data, labels))
+            site = labelled(site, labels)
         return super().client_update(broadcast, state, site)
 
     def _labels(self, broadcast: Tree, site: ClientSite) -> Tensor:
@@ -93,7 +92,8 @@ def drawn(y: Tensor, chances: Tensor, random: torch.Generator) -> Tensor:
     return torch.where(flips.any(dim=1), chances.masked_fill(~flips, -1).argmax(dim=1), y)
 
 
-def labelled(data: Examples, labels: Tensor) -> Examples:
-    """The same examples with other labels."""
+def labelled(site: ClientSite, labels: Tensor) -> ClientSite:
+    """The same client with other labels."""
+    data = site.data
     y = labels if data.rows is None else data.y.index_put((data.rows,), labels)
-    return dataclasses.replace(data, y=y)
+    return dataclasses.replace(site, data=dataclasses.replace(data, y=y))

@@ -58,8 +58,8 @@ class RUCR(FedAvg):
     presets: ClassVar = {"paper": {}}
     cheap: ClassVar = {"retrain_epochs": 2, "virtual": 3}
     fidelity: ClassVar[str] = (
-        "from the authors' code, in which clients send their means and train on the global ones in the same round; "
-        "here they are used in the next round; features of the received model are those of evaluation mode, pi is "
+        "from the authors' code; there clients send their means and train on the global ones in the same round, here "
+        "they are used in the next; features of the received model are those of evaluation mode, pi is "
         "that of all clients, not of a round's, and 20 of 200 rounds re-train"
     )
 
