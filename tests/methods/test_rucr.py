@@ -79,6 +79,19 @@ def test_contrast_by_hand() -> None:
     assert float(found) == pytest.approx(-math.log(0.5 / (0.5 + math.exp(2) + 1)), rel=1e-6)
 
 
+def test_means_of_classes_that_the_client_lacks_do_not_count() -> None:
+    site = rg.ClientSite(net, 1, C, 0, 1, 2, torch.device("cpu"), 0, toys.examples([5, 3, 0, 0]))
+    start, counts = dict(net().state_dict()), torch.tensor([9, 5, 3, 1])
+
+    def moved(mean: Tensor) -> Any:
+        broadcast = {"model": start, "means": {"mean": mean, "unit": mean}, "class_counts": counts}
+        return RUCR(**LOCAL).client_update(broadcast, {}, site)[0]["delta"]
+
+    means, lacking, held = toys.random(C, 6), toys.random(C, 6), toys.random(C, 6)
+    lacking[2:], held[:2], lacking[:2], held[2:] = -means[2:], -means[:2], means[:2], means[2:]
+    assert tree.equal(moved(means), moved(lacking)) and not tree.equal(moved(means), moved(held))
+
+
 def test_the_means_are_those_of_all_examples_at_the_received_model() -> None:
     """By counts, the mean of the clients' means is the mean of all; the unit vectors are averaged by counts too."""
     server = after(RUCR(**LOCAL), rounds=1)[0]
