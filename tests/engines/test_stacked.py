@@ -53,7 +53,7 @@ STACKING = [name for name in methods.names() if holds_for_stacks(methods.load(na
 
 
 def test_these_methods_stack() -> None:
-    named = {"fed_focal", "fedavg", "fedavgm", "feddyn", "fedic", "fedopt", "fedprox", "scaffold", "tau_norm"}
+    named = {"fed_focal", "fedavg", "fedavgm", "feddyn", "fedic", "fednpc", "fedopt", "fedprox", "scaffold", "tau_norm"}
     assert set(STACKING) == named | {"over_sampling", "under_sampling"}
 
 

@@ -444,7 +444,7 @@ def test_mechanisms_follow_from_the_parts(name: str) -> None:
     """The model once, whatever number of directions are clipped together. Of each class of class rows the sum and the
     number of clients. Noise on one of them alone counts the other as bare, and none at all counts nothing."""
     parts = parts_of(methods.load(name)())
-    tables = {"redgrape": "prototypes", "creff": "class_gradients", "fednh": "means"}
+    tables = {"redgrape": "prototypes", "creff": "class_gradients", "fednh": "means", "rucr": "means"}
     rows = [(tables[name], 5.0, 14)] if name in tables else []
     assert Exchange(clip=1.0, class_clip=1.0).mechanisms(parts, 7) == []
     both = Exchange(clip=1.0, noise=2.0, class_clip=1.0, class_noise=5.0).mechanisms(parts, 7)

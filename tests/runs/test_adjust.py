@@ -12,6 +12,7 @@ import torch
 
 from redgrape.cli.main import run as command
 from redgrape.data.prepare import prepare
+from redgrape.determinism import torch_stream
 from redgrape.errors import ConfigError
 from redgrape.learning import class_statistics
 from redgrape.method import ClientSite
@@ -110,6 +111,18 @@ def test_rows_get_equal_lengths(place: Path, tmp_path: Path) -> None:
     assert not after["classifier.bias"].any()
     before, after, _ = adjusted(place, tmp_path / "half", "tau_norm:tau=0.5")
     torch.testing.assert_close(after["classifier.weight"], W / W.norm(dim=1, keepdim=True).sqrt())
+
+
+def test_a_head_is_calibrated_on_noise(place: Path, tmp_path: Path) -> None:
+    """With no clients' data: the head before and the key of the round decide."""
+    before, after, _ = adjusted(place, tmp_path, "fednpc:noise_steps=1,noise_samples=100")
+    random = torch_stream(0, "random features", 1)
+    y = torch.randint(C, (100,), generator=random)
+    W, b = (before[f"classifier.{name}"].clone().requires_grad_() for name in ("weight", "bias"))
+    h = torch.empty(100, W.shape[1]).normal_(generator=random)
+    gradients = torch.autograd.grad(torch.nn.functional.cross_entropy(h @ W.T + b, y), [W, b])
+    torch.testing.assert_close(after["classifier.weight"], (W - 0.1 * gradients[0]).detach())
+    torch.testing.assert_close(after["classifier.bias"], (b - 0.1 * gradients[1]).detach())
 
 
 REFUSED = [
