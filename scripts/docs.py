@@ -1,7 +1,7 @@
 """Build the documentation site: the pages of docs/, the README as its start, the reference of the Python names.
 
 The same links lead somewhere on a forge and on the site. On the site a link to a file of the repository leads to a page
-that shows the file. A notebook becomes a page with its stored outputs. The gallery has every picture of the other pages.
+that shows the file. A notebook becomes a page with its stored outputs. The gallery has every picture of the pages.
 """
 
 from __future__ import annotations

@@ -17,6 +17,10 @@ import torch
 # A shell's background jobs ignore SIGINT, and so would every command that a test starts there and interrupts.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
+# Redgrape computes with one thread by itself. Around it torch would start one for each core, also for a handful of
+# numbers, and they wait for each other in a loop: a third of the time of all tests.
+torch.set_num_threads(1)
+
 CLASS_SIZES = [24, 16, 10, 6]
 
 # Its clients' states hold every kind of tensor and decide the result, so that a run that loses them is seen to.
