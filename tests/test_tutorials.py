@@ -56,6 +56,7 @@ def test_a_notebook_shows_what_it_stored(
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setenv("REDGRAPE_DATA", str(tmp_path / "data"))
     monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("MPLBACKEND", "agg")  # a notebook sets it too
     notebook = json.loads((ROOT / f"docs/tutorials/{name}.ipynb").read_text())
     for cell, outputs in zip(notebooks.code_cells(notebook), notebooks.shown(notebook), strict=True):
         assert told(outputs) == told(cell["outputs"]), "run scripts/notebooks.py again, and look at the page"
