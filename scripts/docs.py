@@ -1,12 +1,14 @@
 """Build the documentation site: the pages of docs/, the README as its start, the reference of the Python names.
 
 The same links lead somewhere on a forge and on the site. On the site a link to a file of the repository leads to a page
-that shows the file. The gallery has every picture of the other pages.
+that shows the file. A notebook becomes a page with its stored outputs. The gallery has every picture of the pages.
 """
 
 from __future__ import annotations
 
 import argparse
+import base64
+import json
 import os
 import re
 import shutil
@@ -101,10 +103,13 @@ def collect(pages: Path) -> None:
         path.relative_to(pages).as_posix(): ROOT / "docs" / path.relative_to(pages) for path in pages.rglob("*.md")
     }
     texts |= {name: ROOT / source for source, name in AT_TOP.items()}
+    texts |= {place(path): path for path in (ROOT / "docs").rglob("*.ipynb")}
     shown: set[Path] = set()
     for name, source in texts.items():
         text = with_links(source, name, shown)
         (pages / name).write_text(with_reference(text) if name == "api.md" else text, encoding="utf-8")
+        for picture, content in pictures(source).items():
+            (pages / name).with_name(picture).write_bytes(content)
     (pages / "gallery.md").write_text(gallery(pages, texts), encoding="utf-8")
     for path in sorted(shown):
         page = pages / place(path)
@@ -117,6 +122,7 @@ def place(path: Path) -> str:
     name = path.relative_to(ROOT).as_posix()
     if name in AT_TOP:
         return AT_TOP[name]
+    name = f"{name.removesuffix('.ipynb')}.md" if path.suffix == ".ipynb" else name
     return name.removeprefix("docs/") if name.startswith("docs/") else f"source/{name.strip('.')}.md"
 
 
@@ -137,7 +143,43 @@ def with_links(source: Path, name: str, shown: set[Path]) -> str:
             shown.update(files_of(path))
         return f"{mark}[{words}]({os.path.relpath(new, Path(name).parent)}{hash_sign}{anchor})"
 
+    if source.suffix == ".ipynb":
+        return "\n\n".join(shown_cells(source, lambda text: LINK.sub(moved, text))) + "\n"
     return outside_code(source.read_text(encoding="utf-8"), lambda text: LINK.sub(moved, text))
+
+
+def shown_cells(notebook: Path, change: Callable[[str], str]) -> Iterator[str]:
+    """The cells of a notebook with their stored outputs as Markdown; `change` goes over the text, not over code."""
+    names = iter(pictures(notebook))
+    for cell in json.loads(notebook.read_text(encoding="utf-8"))["cells"]:
+        source = "".join(cell["source"])
+        if cell["cell_type"] == "markdown":
+            yield outside_code(source, change)
+            continue
+        if source.startswith("!"):
+            yield f"```bash\n{re.sub('^!', '', source, flags=re.MULTILINE)}\n```"
+        elif source.startswith("%%writefile "):
+            head, _, text = source.partition("\n")
+            yield f"`{head.split()[1]}`:\n\n```python\n{text}\n```"
+            continue
+        else:
+            yield f"```python\n{source}\n```"
+        for output in cell["outputs"]:
+            if "image/png" in output.get("data", {}):
+                yield f"![{cell['metadata']['caption']}]({next(names)})"
+            else:
+                text = "".join(output.get("text") or output["data"]["text/plain"])
+                yield f"```text\n{text.strip(chr(10))}\n```"
+
+
+def pictures(source: Path) -> dict[str, bytes]:
+    """The pictures that a notebook shows, in order, by the names of their files beside its page."""
+    if source.suffix != ".ipynb":
+        return {}
+    cells = json.loads(source.read_text(encoding="utf-8"))["cells"]
+    found = [output["data"] for cell in cells for output in cell.get("outputs", []) if "data" in output]
+    encoded = [data["image/png"] for data in found if "image/png" in data]
+    return {f"{source.stem}-{n}.png": base64.b64decode(text) for n, text in enumerate(encoded, start=1)}
 
 
 def outside_code(text: str, change: Callable[[str], str]) -> str:

@@ -21,7 +21,8 @@ ROOT = Path(__file__).resolve().parent.parent
 OUT = ROOT / "build/screens"
 WIDTHS = (1200, 390)  # a laptop and a telephone
 COLUMNS, LINES = 80, 50
-PAGES = ["index", "quickstart", "own-data", "methods/index", "methods/redgrape", "results", "api", "gallery"]
+PAGES = ["index", "quickstart", "tutorials/photos", "tutorials/fars", "tutorials/new-method", "own-data"]
+PAGES += ["methods/index", "methods/redgrape", "results", "api", "gallery"]
 
 WITHOUT_TRAINING = [
     "redgrape --help",

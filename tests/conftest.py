@@ -17,6 +17,11 @@ import torch
 # A shell's background jobs ignore SIGINT, and so would every command that a test starts there and interrupts.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
+# Training sets one thread by itself. Around it torch would use one for each core, also for a handful of numbers, and
+# they wait for each other in a loop: 2,000 calls of repeat_interleave on two busy cores took 3.2 s of CPU time with two
+# threads, 0.02 s with one. That threads change nothing is tested on its own (clauses.py, runs/test_faults.py).
+torch.set_num_threads(1)
+
 CLASS_SIZES = [24, 16, 10, 6]
 
 # Its clients' states hold every kind of tensor and decide the result, so that a run that loses them is seen to.

@@ -298,6 +298,7 @@ def test_encoders_of_other_packages_are_loaded_only_if_the_site_allows_them(tmp_
     assert "does not allow" not in header["error"]  # it is asked for now, and not installed or not the same
 
 
+@pytest.mark.slow
 def test_an_encoder_that_clients_train_travels_as_a_whole(tmp_path: Path, photos: Photos) -> None:
     deployment = of_photos(tmp_path / "deployment", photos)
     net, method = {**NET, "frozen": False}, {"name": "fedavg", "batch_size": 4, "lr": 0.001}

@@ -46,11 +46,15 @@ def without_dropout() -> Net:
     return net
 
 
-CASES = [Case(build=without_dropout, rounds=2), named_net("cnn")]
+BATCHNORM, CNN = Case(build=without_dropout, rounds=2), named_net("cnn")
+WITH_CNN = ("fedavg", "redgrape", "creff", "fedic", "lda")  # training, class rows, features, distillation, a head
+NETS = [pytest.param(name, BATCHNORM, id=f"{name}-batchnorm") for name in methods.names()] + [
+    pytest.param(name, CNN, id=f"{name}-cnn", marks=[] if name in WITH_CNN else pytest.mark.slow)
+    for name in methods.names()
+]
 
 
-@pytest.mark.parametrize("case", CASES, ids=["batchnorm", "cnn"])
-@pytest.mark.parametrize("name", methods.names())
+@pytest.mark.parametrize(("name", "case"), NETS)
 def test_every_method_runs_on_a_gpu(name: str, case: Case) -> None:
     """No tensor is left on the CPU, nothing of the GPU leaves a client or reaches a checkpoint, and the result is that
     of the CPU."""

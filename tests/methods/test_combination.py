@@ -39,10 +39,16 @@ def same(one: Any, other: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["redgrape+balanced_softmax", "vine+balanced_softmax", "vine+fedprox", "vine+scaffold"]
+    "name",
+    [
+        "redgrape+balanced_softmax",
+        "vine+scaffold",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("vine+balanced_softmax", "vine+fedprox")),
+    ],
 )
 @pytest.mark.parametrize("clause", testing.CHECKS)
 def test_combinations_keep_the_contract(name: str, clause: str) -> None:
+    """By default a loss with one whole method, a regulariser with client states with the other."""
     testing.CHECKS[clause](methods.load(name)())
 
 

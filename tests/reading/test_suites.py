@@ -529,21 +529,33 @@ cli.main(sys.argv[2:])
 """
 
 
+KILLED_IN_TURN = """
+import os, sys
+from pathlib import Path
+from redgrape.cli import main as cli
+import redgrape.cli.commands.training
+from redgrape.reading.suites import files
+files.FOLDERS = (Path(sys.argv[1]),)
+for point in ("rename:4", "fsync:9", "write:7"):
+    child = os.fork()
+    if child == 0:
+        os.environ["REDGRAPE_CRASH_AT"] = point
+        os._exit(cli.run(sys.argv[2:]))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 137, point
+"""
+
+
 def test_killed_and_called_again_it_goes_on(small: Path, command: Command, tmp_path: Path) -> None:
     """Ended in the middle of a save, in the middle of a line, between two cells: the table is that of a quiet run."""
-    arguments = ["reproduce", "rates", "--workers", "1", "--quiet", "--out"]
-
-    def call(crash_at: str | None) -> int:
-        environment = {**os.environ, "PYTHONPATH": str(Path(redgrape.__file__).parents[1])}
-        environment |= {"REDGRAPE_CRASH_AT": crash_at} if crash_at else {}
-        line = [sys.executable, "-c", KILLED, str(small), *arguments, "killed"]
-        return subprocess.run(line, cwd=tmp_path, env=environment, capture_output=True, check=False).returncode
-
-    assert [call(point) for point in ("rename:4", "fsync:9", "write:7")] == [137] * 3
+    call = ["reproduce", "rates", "--workers", "1", "--quiet", "--out", "killed"]
+    environment = {**os.environ, "PYTHONPATH": str(Path(redgrape.__file__).parents[1])}
+    line = [sys.executable, "-c", KILLED_IN_TURN, str(small), *call]
+    done = subprocess.run(line, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
     begun = good(command("reproduce", "rates", "--plan", "--out", "killed")).out
     assert re.search("begun, at round [12]|done", begun)
-    assert call(None) == 0
-    good(command(*arguments[:2], "--out", "quiet"))
+    for name in ("killed", "quiet"):
+        good(command("reproduce", "rates", "--out", name))
     killed, quiet = (table_of(tmp_path / name / "rates-quick") for name in ("killed", "quiet"))
     assert killed["entries"] == quiet["entries"]
     assert all(entry["mean"] is not None for entry in killed["entries"])

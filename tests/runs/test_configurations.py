@@ -118,13 +118,19 @@ def test_every_number_has_bounds(key: str) -> None:
 
 @pytest.mark.parametrize("name", methods.names())
 def test_floats_at_their_bounds_meet_no_error_of_torch(name: str) -> None:
-    """Rounds with each hyper-parameter as large and as small as it may be end well, or in one line."""
+    """Rounds with each hyper-parameter as large and as small as it may be end well, or in one line. A method that
+    trains and averages by FedAvg's own code leaves the hyper-parameters of that code to FedAvg."""
     x, y = np.random.default_rng(0).normal(size=(24, 4)).astype(np.float32), np.arange(24) % 3
     data = rg.Examples(x, y)
     federation = rg.Federation([data, data], data, 3, auxiliary=data)
     build = partial(nets.build, "linear", (4,), 3, 0)
     method = methods.load(name)
+    halves = ("client_update", "server_update", "regulariser", "batches")
+    is_fedavg = all(getattr(method, half, None) is getattr(rg.FedAvg, half) for half in halves)
+    shared = rg.FedAvg.model_fields if is_fedavg and name != "fedavg" else {}
     for key, field in method.model_fields.items():
+        if key in shared:
+            continue
         for value in (1e9, 1e-9, 1e-300) if float in kinds_of(field) else ():
             try:
                 options = {**method.cheap, "epochs": 1, "batch_size": 12, key: value}
@@ -245,7 +251,7 @@ def invalid(dice: random.Random) -> tuple[bytes, list[str], str]:
     return dice.choice(BROKEN), [], ""
 
 
-@pytest.mark.parametrize("count", [600, pytest.param(20_000, marks=[slow, pytest.mark.timeout(3600)])])
+@pytest.mark.parametrize("count", [300, pytest.param(20_000, marks=[slow, pytest.mark.timeout(3600)])])
 def test_what_cannot_be_is_refused_in_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tally: Tally, count: int
 ) -> None:

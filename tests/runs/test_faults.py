@@ -521,7 +521,7 @@ def damaged(whole: bytes, dice: random.Random, how: str) -> bytes:
 @pytest.mark.usefixtures("no_waiting_for_the_disk")
 @pytest.mark.parametrize("how", ["flip", "cut"])
 @pytest.mark.parametrize("which", ["finished", "unfinished"])
-@pytest.mark.parametrize("count", [4, pytest.param(100, marks=[slow, pytest.mark.timeout(3600)])])
+@pytest.mark.parametrize("count", [2, pytest.param(100, marks=[slow, pytest.mark.timeout(3600)])])
 def test_damage_to_any_file_is_detected(
     tmp_path: Path, finished: Path, unfinished: Path, tally: Tally, which: str, how: str, count: int
 ) -> None:
