@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -357,3 +357,27 @@ def test_the_two_streams_part_along_G(options: dict[str, Any]) -> None:
         assert factor < -1e-4
         for name, g in broadcast["G"].items():
             close(apart[name], factor * g, 1e-12)
+
+
+def test_a_pull_by_the_mean_gradient_of_the_round() -> None:
+    """Steps with gradients (3, 0), (-3, 0) and (0, 6) have the means (3, 0), 0 and (0, 2). With lambda 1 and G along
+    (0, 1), the pulls are 3, 0 and 2 of that. Measured by the batch they are 3, 3 and 6."""
+
+    def pulls(length: Literal["batch", "mean"]) -> list[list[float]]:
+        pair = rg.Examples(torch.ones(2, 2), torch.tensor([0, 1]))
+        data = rg.Federation([pair], pair, 2)
+        site = ClientHalf(Vine(), data, lambda: _linear(2), 0, 3, torch.device("cpu")).site(0, 2)
+        one = _linear(2)
+        G = {"weight": torch.tensor([[0.0, 5.0], [0.0, 0.0]]), "bias": torch.zeros(2)}
+        balance = Balance(Vine(lam=1.0, length=length), {"G": G}, one, site)
+        found = []
+        for gradient in ([3.0, 0.0], [-3.0, 0.0], [0.0, 6.0]):
+            one.classifier.weight.grad = torch.tensor([gradient, [0.0, 0.0]])
+            one.classifier.bias.grad = torch.zeros(2)
+            pulled = balance.pull()["weight"]
+            one.classifier.weight.grad += pulled  # as training does: it must not count as a local gradient
+            found.append(pulled[0].tolist())
+        return found
+
+    assert pulls("mean") == [[0.0, 3.0], [0.0, 0.0], [0.0, 2.0]]
+    assert pulls("batch") == [[0.0, 3.0], [0.0, 3.0], [0.0, 6.0]]

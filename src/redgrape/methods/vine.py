@@ -59,6 +59,9 @@ class Vine(FedAvg):
     correction: Literal["none", "real"] = Field("none", description="follow own examples of a class within a round")
     threshold: int = Field(8, ge=1, le=10**9, description="T: examples of a class that the correction uses")
     norm: rebalancing.Norm = Field("joint", description="one ratio for weight and bias, or one for each")
+    length: Literal["batch", "mean"] = Field(
+        "batch", description="||g_local|| in Eq. (12): of a batch, or of the mean over the round so far"
+    )
     extra_init: classifier.Start = Field("default", description="initial W_hat: a new nn.Linear, zeros, or W's start")
     two_stream: bool = Field(True, description="ablation: train the second classifier W_hat")
 
@@ -177,6 +180,8 @@ class Balance:
         self.G = {name: g.to(site.device) for name, g in broadcast["G"].items()}
         self.margin = _margin(broadcast, net)
         self.active = site.round > 1 and self.lam > 0
+        self.sum_local: Tensors = {}
+        self.steps = 0
         real = site.class_counts >= method.threshold if method.correction == "real" else torch.zeros(0)
         real_classes = (real & (broadcast["class_weights"] > 0)).nonzero().flatten() if len(real) else real
         self.drawn: tuple[Tensor, Tensor] | None = None
@@ -189,6 +194,10 @@ class Balance:
         if not self.active:
             return {}
         g_local = {name: p.grad for name, p in self.net.classifier.named_parameters() if p.grad is not None}
+        if self.method.length == "mean":
+            self.steps += 1
+            self.sum_local = {name: g + self.sum_local.get(name, 0) for name, g in g_local.items()}
+            g_local = {name: g / self.steps for name, g in self.sum_local.items()}
         g_bal = {name: g / self.site.num_classes for name, g in self._sum().items()}
         return rebalancing.pull(self.lam, g_local, g_bal, self.method.norm)
 
