@@ -63,8 +63,8 @@ class FedNPC(FedAvg):
     def _calibrated(self, W: Tensors, site: ServerSite) -> Tensors:
         (C, d), dtype = W["weight"].shape, W["weight"].dtype
         random = site.generator("random features")
-        head = nn.utils.skip_init(nn.Linear, d, C, bias="bias" in W, dtype=dtype)
-        head.load_state_dict(W)
+        head = nn.Linear(d, C, bias="bias" in W, device="meta")  # draws nothing
+        head.load_state_dict({name: t.clone() for name, t in W.items()}, assign=True)
         optimizer = Sgd(list(head.parameters()), self.noise_lr, self.noise_momentum, 0.0)
         usual = 27 if C <= 20 else 49
         for _ in range(usual if self.noise_steps is None else self.noise_steps):
