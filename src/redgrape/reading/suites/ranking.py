@@ -82,9 +82,12 @@ def draw(table: Table, path: Path) -> None:
     column. Points have the place of their method in the table. Needs matplotlib."""
     plt = run_tables.pyplot()
     columns = [c for c in table.columns if any(e.values for e in table.entries if e.column == c)]
-    figure, axes = plt.subplots(len(columns), 1, figsize=(9, 5.4 * len(columns)), squeeze=False, layout="constrained")
-    for column, axis in zip(columns, axes.flat, strict=True):
-        order = [row for row in ranked(table, column) if table.at(row, column, "accuracy").values]
+    orders = [[row for row in ranked(table, c) if table.at(row, c, "accuracy").values] for c in columns]
+    height = max(5.4, 0.8 + 0.18 * max(map(len, orders)))  # inches; a line of the legend takes 0.18
+    figure, axes = plt.subplots(
+        len(columns), 1, figsize=(9, height * len(columns)), squeeze=False, layout="constrained"
+    )
+    for column, order, axis in zip(columns, orders, axes.flat, strict=True):
         for place, row in enumerate(order, start=1):
             x, y = (table.at(row, column, measure) for measure in ("accuracy", "tail"))
             if x.mean is None or y.mean is None:
