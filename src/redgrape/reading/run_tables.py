@@ -341,12 +341,14 @@ def draw_per_class(results: Sequence[Result], path: Path) -> None:
     bottom.set_yscale("log")
     bottom.set_ylabel("training\nexamples")
     step = max(1, len(order) // 25)
-    bottom.set_xticks(
-        list(places)[::step],
-        [terminal.printable(names[c]) for c in order][::step],
-        rotation=0 if len(order) <= 10 else 90,
-        parse_math=False,
-    )
+    labels = [terminal.printable(names[c]) for c in order][::step]
+    if len(order) > 10:
+        turn: dict[str, Any] = {"rotation": 90}
+    elif len(order) * max(map(len, labels)) > 80:  # characters side by side
+        turn = {"rotation": 20, "ha": "right"}
+    else:
+        turn = {}
+    bottom.set_xticks(list(places)[::step], labels, parse_math=False, **turn)
     bottom.set_xlabel("class, from head to tail")
     figure.savefig(durable.ordinary(path), dpi=130)
     plt.close(figure)
