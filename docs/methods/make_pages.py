@@ -59,7 +59,8 @@ def hyper_parameters(name: str, method: type[Method]) -> str:
     lines = ["## Hyper-parameters", ""]
     if own:
         lines += ["| name | default | meaning |", "|---|---|---|"]
-        lines += [f"| `{key}` | {shown(field.default)} | {field.description} |" for key, field in own.items()]
+        meaning = {key: str(field.description).replace("|", r"\|") for key, field in own.items()}
+        lines += [f"| `{key}` | {shown(field.default)} | {meaning[key]} |" for key, field in own.items()]
         lines += [""]
     text = (
         f"Those of local training (`lr`, `epochs`, ...) are listed by `redgrape methods {name}`. Robust rules, floors "
