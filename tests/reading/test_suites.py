@@ -408,6 +408,18 @@ def test_only_chooses_by_part_or_by_axis() -> None:
     assert chosen("fed_focal", "cifar100", "ir=50") == ["partial, CIFAR-100-LT, IR 50, Fed-Focal, seed 0"]
 
 
+def test_only_takes_a_label_before_the_variants_of_its_method() -> None:
+    """`Vine` is a label of its own, and the method of its variants."""
+    suite = description.load("vine")
+
+    def chosen(method: str) -> list[str]:
+        return [str(cell.labels["method"]) for cell in suite.cells("study", [0], ["digits, 10 of 10", method])]
+
+    assert chosen("method=Vine") == ["Vine"]
+    assert chosen("method=RedGrape, private") == ["RedGrape, private"]
+    assert chosen("method=stateless") == ["Vine, stateless"]
+
+
 @pytest.mark.parametrize("term", ["nothing", "method=nothing", "colour=red", "=", "ir="])
 def test_only_names_what_there_is(term: str) -> None:
     with pytest.raises(ConfigError, match=r"there is .*dataset MNIST-LT, CIFAR-10-LT, .*ir 10, 50, 100; method FedAvg"):
@@ -1161,6 +1173,15 @@ def test_estimates_follow_what_was_measured() -> None:
     assert estimate(other, same_net) == pytest.approx(3.0)
     assert estimate(other, same_net, same) == pytest.approx(2.0)
     assert cost.modelled(cell.experiment, workers=1) > 1.5 * model
+
+
+def test_a_head_on_stored_features_is_estimated_as_one() -> None:
+    """A pretrained encoder runs once for all runs, so a round of its head costs a small part of a net's round."""
+    (head,) = description.load("frozen10").cells("study", [0], ["ir=100", "method=FedAvg"])
+    (net,) = description.load("creff_table").cells("study", [0], ["method=FedAvg"])
+    seconds = [cost.modelled(cell.experiment, workers=2) for cell in (head, net)]
+    assert seconds[0] is not None and seconds[1] is not None
+    assert seconds[0] < seconds[1] / 10
 
 
 def test_estimates_know_how_many_workers_the_measured_runs_had(command: Command, tmp_path: Path) -> None:

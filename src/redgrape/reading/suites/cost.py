@@ -11,6 +11,7 @@ from statistics import median
 
 from redgrape.data import longtail
 from redgrape.errors import RedgrapeError
+from redgrape.nets import pretrained
 from redgrape.reading.run_tables import RunView, find_runs
 from redgrape.reading.suites.found_cells import Standing
 from redgrape.runs.experiment import Experiment
@@ -27,6 +28,7 @@ SECONDS = {
     "resnet56": 1e-2,
     "mlp": 2e-5,
 }
+HEAD = 2e-5  # on the stored features of a pretrained encoder
 SIZES = {
     "digits": ([400] * 10, 1_000),
     "mnist": ([5_923, *[5_421] * 9], 10_000),
@@ -65,7 +67,8 @@ def modelled(experiment: Experiment, workers: int) -> float | None:
     except RedgrapeError:
         return None
     clients = experiment.clients_per_round or data.clients
-    an_example = SECONDS.get(experiment.net.name, 1e-3)
+    name = experiment.net.name
+    an_example = HEAD if pretrained.is_pretrained(name) else SECONDS.get(name, 1e-3)
     epochs = float(dict(experiment.method.create()).get("epochs", 1))
     training = examples * clients / data.clients * epochs * an_example / min(workers, clients)
     evaluated = min(1.0, 1 / experiment.evaluate_every + LAST / experiment.rounds)

@@ -247,16 +247,19 @@ class Suite:
         ]
 
     def _matches(self, term: str) -> dict[str, list[str]]:
-        """The labels, by axis, that match a term such as `mnist` or `ir=100`: equal to it, or else containing it."""
+        """The labels, by axis, that match a term such as `mnist` or `ir=100`: the label itself, or else those with this
+        source or method, or else those that contain it."""
         axis, equals, value = term.partition("=")
         axes = [axis] if equals else list(self.axes)
         word = _plain(value if equals else term)
         found: dict[str, list[str]] = {}
         if word and set(axes) <= set(self.axes):
             names = {axis: {text(label): self._aliases(axis, label) for label in self.axes[axis]} for axis in axes}
+            same = {axis: [t for t in names[axis] if word == _plain(t)] for axis in axes}
             equal = {axis: [t for t, words in names[axis].items() if word in words] for axis in axes}
             part = {axis: [t for t, words in names[axis].items() if any(word in w for w in words)] for axis in axes}
-            found = {axis: labels for axis, labels in (equal if any(equal.values()) else part).items() if labels}
+            best = next((matches for matches in (same, equal, part) if any(matches.values())), {})
+            found = {axis: labels for axis, labels in best.items() if labels}
         if not found:
             there = "; ".join(f"{axis} {', '.join(map(text, values))}" for axis, values in self.axes.items())
             raise ConfigError(f"--only '{term}' names nothing of {self.name}; there is {there}")
