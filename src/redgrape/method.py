@@ -127,7 +127,7 @@ class Method(LocalTraining, ABC):
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
 
-    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
+    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {}  # `post_hoc`: only gives a trained model another head
     sums_of_states: ClassVar[tuple[str, ...]] = ()  # groups of the server's state that are sums over client states
     uses_auxiliary: ClassVar[bool] = False  # whether the server needs a balanced set of its own
     cheap: ClassVar[Mapping[str, Any]] = {}  # hyper-parameters that only reduce the work, for quick checks

@@ -68,6 +68,17 @@ def test_without_its_pull_and_second_stream_the_ingredient_is_left(whole: str, i
     )
 
 
+@pytest.mark.parametrize("whole", WHOLE)
+def test_a_head_changes_what_is_deployed_and_not_the_training(whole: str) -> None:
+    """The rows of the deployed classifier have length 1; with tau = 0 only the bias is dropped."""
+    trained, scaled = final(whole), final(f"{whole}+tau_norm")
+    W = trained["model"]["classifier.weight"]
+    torch.testing.assert_close(scaled["model"]["classifier.weight"], W / W.norm(dim=1, keepdim=True))
+    same(scaled["W_hat"], trained["W_hat"])
+    assert torch.equal(scaled["trained"]["weight"], W)
+    assert torch.equal(final(f"{whole}+tau_norm", tau=0.0)["model"]["classifier.weight"], W)
+
+
 def test_order_has_no_meaning() -> None:
     same(final("vine+fedprox+balanced_softmax"), final("balanced_softmax+vine+fedprox"))
 
@@ -93,6 +104,10 @@ def test_defaults_are_those_of_the_part_that_sets_them() -> None:
         ("balanced_softmax+fed_focal", "'balanced_softmax' and 'fed_focal' are both a loss; choose one"),
         ("fedprox+scaffold", "both a regulariser"),
         ("vine+redgrape", "'redgrape' and 'vine' are both whole methods"),
+        ("feddyn+fedprox", "'feddyn' cannot be combined with 'fedprox': it has a regulariser of its own"),
+        ("ratio_loss+fedlc", "'ratio_loss' cannot be combined with 'fedlc': it has a loss of its own"),
+        ("crt+over_sampling", "'crt' cannot be combined with 'over_sampling': it has a sampler of its own"),
+        ("tau_norm+fednpc", "'fednpc' and 'tau_norm' are both a head"),
         ("lda+fedprox", "'lda' cannot be combined with 'fedprox': its training takes no regulariser"),
         ("lda+coverage", "'lda' cannot be combined with 'coverage': its training takes no client weights"),
         ("vine+nothing", "unknown method 'nothing'"),

@@ -98,7 +98,7 @@ def test_what_a_run_started_from_is_recorded(place: Path, tmp_path: Path) -> Non
 
 
 def test_logits_are_shifted_and_nothing_is_trained(place: Path, tmp_path: Path) -> None:
-    before, after, _ = adjusted(place, tmp_path, "logit_adjustment:stage=post_hoc")
+    before, after, _ = adjusted(place, tmp_path, "logit_adjustment")
     assert torch.equal(before["classifier.weight"], after["classifier.weight"])
     share = torch.tensor([30, 12, 6]) / 48
     torch.testing.assert_close(after["classifier.bias"], before["classifier.bias"] - share.log())
@@ -130,6 +130,7 @@ REFUSED = [
     (["lda@pooled"], "names a baseline"),
     (["nothing"], "unknown method"),
     (["lda", "-c", "net.name=linear"], "has another net"),
+    (["crt"], "'crt' trains, and so it changes nothing in a finished run; choose fed3r, fednpc, lda, logit_adjustment"),
 ]
 
 

@@ -18,7 +18,7 @@ from redgrape.exchange.parts import ClassRows
 from redgrape.exchange.tables import blocks
 from redgrape.learning.features import features, never_negative
 from redgrape.nets.net import Net
-from redgrape.tree import Tensors
+from redgrape.tree import Tensors, Tree
 
 if TYPE_CHECKING:
     from redgrape.method import ClientSite, Site
@@ -122,6 +122,12 @@ def gradient_rows(model: Tensors, site: Site, weights: Literal["uniform", "count
 def of(model: Tensors) -> Tensors:
     """The tensors of W in the model, named `weight` and `bias`."""
     return {name.removeprefix("classifier."): t for name, t in model.items() if name.startswith("classifier.")}
+
+
+def with_trained(server: Tree) -> Tree:
+    """The server state with the classifier that training goes on with, where the deployed model has another head."""
+    W = {f"classifier.{name}": t for name, t in server["trained"].items()}
+    return {**server, "model": {**server["model"], **W}}
 
 
 def fresh_classifier(like: Tensors, random: torch.Generator) -> Tensors:

@@ -54,6 +54,11 @@ def load(name: str) -> type[Method]:
     return _only_method(importlib.import_module(f"{__name__}.{name}"), name)
 
 
+def post_hoc(name: str) -> bool:
+    """Whether the method can give a trained model another head without training."""
+    return "post_hoc" in load(name).presets
+
+
 def by_class(name: str) -> type[Method] | None:
     """The class of this name among the methods that come with redgrape: `by_class("RedGrape")`."""
     for module in names():

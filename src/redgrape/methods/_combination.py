@@ -1,6 +1,6 @@
 """Methods combined by name: `vine+balanced_softmax+fedprox` is Vine with that loss and that regulariser.
 
-An ingredient is a method that makes one choice of local training (`Method.ingredient`) and leaves the rest to the next
+An ingredient is a method that makes one choice (`Method.ingredient`) and leaves the rest to the next
 class: its other functions call `super()` and add to what they get. So a combination is a class that inherits from its
 ingredients and then from one whole method, FedAvg if none is named. The order of the names has no meaning.
 """
@@ -17,8 +17,15 @@ from redgrape.errors import ConfigError
 if TYPE_CHECKING:
     from redgrape.method import Method
 
-# The function by which local training takes a choice. Client weights are none of its: their `parts` says what they fit.
-CHOICES = {"loss": "criterion", "regulariser": "regulariser", "sampler": "batches", "client weights": ""}
+# Each choice: the function that local training calls for it, and the function that an ingredient overrides. Client
+# weights and heads are none of local training.
+CHOICES = {
+    "loss": ("criterion", "criterion"),
+    "regulariser": ("regulariser", "regulariser"),
+    "sampler": ("batches", "order"),
+    "client weights": ("", ""),
+    "head": ("", ""),
+}
 
 
 def combined(named: dict[str, type[Method]]) -> type[Method]:
@@ -38,8 +45,12 @@ def combined(named: dict[str, type[Method]]) -> type[Method]:
             chosen[method.ingredient] = name
     for name, method in whole.items():
         for choice, ingredient in chosen.items():
-            if not _takes(method, CHOICES[choice]):
-                raise ConfigError(f"'{name}' cannot be combined with '{ingredient}': its training takes no {choice}")
+            called, overridden = CHOICES[choice]
+            refused = f"'{name}' cannot be combined with '{ingredient}'"
+            if not _takes(method, called):
+                raise ConfigError(f"{refused}: its training takes no {choice}")
+            if overridden and getattr(method, overridden) is not getattr(_fedavg(), overridden):
+                raise ConfigError(f"{refused}: it has a {choice} of its own")
     ingredients = [parts[name] for name in chosen.values()]
     _check_fields({**{chosen[method.ingredient]: method for method in ingredients}, **whole})
     return _inherit("+".join([*whole, *chosen.values()]), [*ingredients, *whole.values()])
@@ -47,9 +58,7 @@ def combined(named: dict[str, type[Method]]) -> type[Method]:
 
 def _takes(method: type[Method], function: str) -> bool:
     """Whether the method's local training calls this function. Ingredients build on FedAvg, and so must the method."""
-    from redgrape.methods.fedavg import FedAvg
-
-    if not issubclass(method, FedAvg):
+    if not issubclass(method, _fedavg()):
         return False
     if not function:
         return True
@@ -62,12 +71,16 @@ def _takes(method: type[Method], function: str) -> bool:
     return False
 
 
-def _check_fields(named: dict[str, type[Method]]) -> None:
-    from redgrape.methods.fedavg import FedAvg
+def _fedavg() -> type[Method]:
+    from redgrape.methods.fedavg import FedAvg  # not at the top: FedAvg itself is found by its name
 
+    return FedAvg
+
+
+def _check_fields(named: dict[str, type[Method]]) -> None:
     owners: dict[str, str] = {}
     for name, method in named.items():
-        for field in method.model_fields.keys() - FedAvg.model_fields.keys():
+        for field in method.model_fields.keys() - _fedavg().model_fields.keys():
             if field in owners:
                 raise ConfigError(
                     f"'{owners[field]}' and '{name}' cannot be combined: both have a hyper-parameter '{field}'"

@@ -37,6 +37,7 @@ class Fed3R(Method):
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         "paper": {},
         "released": {"constant": True, "normalise": True},
+        "post_hoc": {},
     }
     fidelity: ClassVar[str] = (
         "from the authors' code (constant feature, normalised weights: preset released); the plain ridge from a "

@@ -44,7 +44,8 @@ class FedNPC(FedAvg):
     noise_lr: float = Field(0.1, gt=0, le=LARGEST, description="learning rate of these steps")
     noise_momentum: float = Field(0.9, ge=0, lt=1, description="their momentum")
 
-    presets: ClassVar = {"paper": {}}
+    presets: ClassVar = {"paper": {}, "post_hoc": {}}
+    ingredient: ClassVar[str] = "head"
     cheap: ClassVar = {"noise_steps": 3, "noise_samples": 20}
     fidelity: ClassVar[str] = (
         "from the authors' code; it makes up to 27 steps for 10 classes and 49 for 100, and keeps the step that is "
@@ -52,13 +53,14 @@ class FedNPC(FedAvg):
     )
 
     def init_server(self, model: Tensors, site: ServerSite) -> Tree:
-        return self._server(model, site)
+        return self._deployed(super().init_server(model, site), site)
 
-    def _server(self, trained: Tensors, site: ServerSite) -> dict[str, Any]:
+    def _deployed(self, trained: Tree, site: ServerSite) -> dict[str, Any]:
         """The server state. The deployed model has the new classifier; training goes on with that kept beside it."""
-        W = classifier.of(trained)
+        model = trained["model"]
+        W = classifier.of(model)
         head = {f"classifier.{name}": t for name, t in self._calibrated(W, site).items()}
-        return {"model": {**trained, **head}, "trained": W}
+        return {**trained, "model": {**model, **head}, "trained": W}
 
     def _calibrated(self, W: Tensors, site: ServerSite) -> Tensors:
         (C, d), dtype = W["weight"].shape, W["weight"].dtype
@@ -77,8 +79,7 @@ class FedNPC(FedAvg):
         return {name: t.clone() for name, t in tree.parameters(head).items()}
 
     def broadcast(self, server: Tree) -> Tree:
-        W = {f"classifier.{name}": t for name, t in server["trained"].items()}
-        return {"model": {**server["model"], **W}}
+        return super().broadcast(classifier.with_trained(server))
 
     def server_update(self, server: Tree, received: Received, site: ServerSite) -> Tree:
-        return self._server(received.moved(self.broadcast(server)["model"], self.server_lr), site)
+        return self._deployed(super().server_update(classifier.with_trained(server), received, site), site)

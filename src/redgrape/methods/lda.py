@@ -60,6 +60,7 @@ class LDA(Method):
         "paper": {},
         "chosen": {"held_out": 0.2},
         "usual": {"rho": 0.0, "tau": 1.0},
+        "post_hoc": {},
     }
     fidelity: ClassVar[str] = "ours; the correction by rho was found in no paper, the rest is textbook LDA"
     sums_of_states: ClassVar[tuple[str, ...]] = ("sums",)

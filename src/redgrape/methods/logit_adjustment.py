@@ -38,7 +38,7 @@ class LogitAdjustment(FedAvg):
         "global", description="class counts: the client's own, the sum over all clients, or an estimate"
     )
 
-    presets: ClassVar = {"paper": {}}
+    presets: ClassVar = {"paper": {}, "post_hoc": {"stage": "post_hoc"}}
     ingredient: ClassVar[str] = "loss"
     fidelity: ClassVar[str] = (
         "from a secondary source, which states its loss and its post-hoc rule; the sources of the prior are ours, and "

@@ -35,7 +35,7 @@ class NCM(Method):
         None, ge=0, le=1, description="correction for few examples; none: 1 for up to 20 classes, else 0.5"
     )
 
-    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {"paper": {}, "usual": {"rho": 0.0}}
+    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {"paper": {}, "usual": {"rho": 0.0}, "post_hoc": {}}
     fidelity: ClassVar[str] = (
         "from a secondary source, which states the class means; the correction by rho is ours, and features are not "
         "normalised"

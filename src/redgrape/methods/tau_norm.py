@@ -30,27 +30,28 @@ class TauNorm(FedAvg):
 
     tau: float = Field(1.0, ge=0, le=2, description="0 leaves the rows as they are, 1 makes them equally long")
 
-    presets: ClassVar = {"paper": {}}
+    presets: ClassVar = {"paper": {}, "post_hoc": {}}
+    ingredient: ClassVar[str] = "head"
     fidelity: ClassVar[str] = (
         "from the authors' code read at second hand, which drops the bias; the paper chooses tau by validation data, "
         "here it is fixed beforehand"
     )
 
     def init_server(self, model: Tensors, site: ServerSite) -> Tree:
-        return self._server(model)
+        return self._deployed(super().init_server(model, site))
 
-    def _server(self, trained: Tensors) -> dict[str, Any]:
+    def _deployed(self, trained: Tree) -> dict[str, Any]:
         """The server state. The deployed model has the scaled rows; training goes on with those kept beside it."""
-        W = classifier.of(trained)
+        model = trained["model"]
+        W = classifier.of(model)
         length = torch.linalg.vector_norm(W["weight"].double(), dim=1, keepdim=True).clamp(min=_SHORTEST)
-        deployed = {**trained, "classifier.weight": (W["weight"] / length**self.tau).to(W["weight"].dtype)}
+        head = {"classifier.weight": (W["weight"] / length**self.tau).to(W["weight"].dtype)}
         if "bias" in W:
-            deployed["classifier.bias"] = torch.zeros_like(W["bias"])
-        return {"model": deployed, "trained": W}
+            head["classifier.bias"] = torch.zeros_like(W["bias"])
+        return {**trained, "model": {**model, **head}, "trained": W}
 
     def broadcast(self, server: Tree) -> Tree:
-        W = {f"classifier.{name}": t for name, t in server["trained"].items()}
-        return {"model": {**server["model"], **W}}
+        return super().broadcast(classifier.with_trained(server))
 
     def server_update(self, server: Tree, received: Received, site: ServerSite) -> Tree:
-        return self._server(received.moved(self.broadcast(server)["model"], self.server_lr))
+        return self._deployed(super().server_update(classifier.with_trained(server), received, site))

@@ -15,6 +15,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from redgrape import methods
 from redgrape.cli.progress import Progress
 from redgrape.cli.publish import publish
 from redgrape.data.prepare import prepare
@@ -79,6 +80,15 @@ def adjust(options: argparse.Namespace) -> None:
         raise ConfigError(f"'{options.method}' names a baseline, and only the model of a run can be adjusted")
     for assignment in options.config:
         override(values, assignment)
+    method = values["method"]
+    if method["epochs"] == 0:  # else it trains on
+        if not methods.post_hoc(method["name"]):
+            able = ", ".join(name for name in methods.names() if methods.post_hoc(name))
+            raise ConfigError(
+                f"'{method['name']}' trains, and so it changes nothing in a finished run; choose {able}, or train on "
+                "with -c method.epochs=1"
+            )
+        values["method"] = {**methods.load(method["name"]).presets["post_hoc"], **method}
     if folder := _new_run(Experiment.parse(values), options):
         finish(folder, options)
 
