@@ -71,6 +71,9 @@ def test_costs_and_facts() -> None:
     assert shown["CLIMB"]["the server sees"] == "each client's update"
     assert shown["Balanced softmax"]["needs"] == "the clients' summed class counts"
     assert shown["CLIMB"]["needs"] == "nothing"
+    both = cells(table_of({"Vine, balanced softmax": [0.1] * 3}))["Vine, balanced softmax"]
+    assert both["needs"] == "the clients' summed class counts, state at the clients"
+    assert both["the server sees"] == "sums alone, if it aggregates securely"
     assert (shown[alone]["overall"], shown[alone]["MB up"], shown[alone]["seconds"]) == ("14.50 ± 0.00", "–", "20")
     assert "no federation" in shown[pooled]["the server sees"]
     assert cells(table_of({"LDA": [0.1] * 3}, seconds=None))["LDA"]["seconds"] == "–"

@@ -172,7 +172,12 @@ def good(outcome: Outcome) -> Outcome:
 def test_every_table_and_figure_has_its_suite() -> None:
     figures = ["fig_convergence", "fig_lambda", "fig_threshold", "fig_two_stream"]
     assert files.names() == sorted(
-        [*(f"table{i}" for i in range(1, 7)), *figures, "ablations", "cifar10_resnet8", "creff_table", "vine", *UNCUT]
+        [
+            *(f"table{i}" for i in range(1, 7)),
+            *figures,
+            *("ablations", "cifar10_resnet8", "creff_table", "rates", "vine"),
+            *UNCUT,
+        ]
     )
 
 
@@ -181,6 +186,10 @@ def test_every_table_and_figure_has_its_suite() -> None:
 def test_every_cell_is_an_experiment(name: str, scale: str) -> None:
     """Each is valid (or `cells` would raise), and no two of a suite are the same."""
     suite = description.load(name)
+    if not suite.seeds[scale]:
+        with pytest.raises(ConfigError, match=f"'{name}' has no scale '{scale}'; choose another"):
+            suite.cells(scale)
+        return
     cells = suite.cells(scale)
     size = len(suite.seeds[scale])
     for labels in suite.axes.values():
@@ -194,7 +203,7 @@ def test_every_cell_is_an_experiment(name: str, scale: str) -> None:
     of_paper = [cell.experiment.data for cell in cells if cell.experiment.data.source != "digits"]
     its_own = (0, "creff") if name == "creff_table" else (32, "prior_dirichlet")
     assert {(data.auxiliary, data.partition) for data in of_paper} <= {its_own}
-    assert bool(suite.cuts(scale)) == (scale == "quick" or (scale == "study" and name not in ("vine", *UNCUT)))
+    assert bool(suite.cuts(scale)) == (scale == "quick" or (scale == "study" and name not in ("rates", "vine", *UNCUT)))
 
 
 @pytest.mark.parametrize("name", [f"table{i}" for i in range(1, 7)])
@@ -334,15 +343,32 @@ def test_the_study_of_table_2_is_a_known_experiment() -> None:
 
 
 def test_frozen_suites_have_the_same_methods_and_budget() -> None:
-    """One learning rate and number of rounds for all that train; heads from sums take a round."""
+    """One number of rounds for all that train; heads from sums take a round or two. A run's figure is the mean of its
+    last ten rounds, and all of these belong to the last stage of methods that have two."""
     ours, theirs = (description.load(name) for name in ("frozen10", "frozen100"))
-    assert ours.axes == theirs.axes
+    assert {**ours.axes, "features": ()} == {**theirs.axes, "features": ()}
     for suite, source in ((ours, "cifar10"), (theirs, "cifar100")):
         cells = suite.cells("study", [0], ["ir=100"])
         assert {cell.experiment.data.source for cell in cells} == {source}
         rounds = {suite.row(cell.labels): cell.experiment.rounds for cell in cells}
-        assert {row for row, number in rounds.items() if number != 40} == {"LDA", "NCM", "Fed3R"}
-        assert {cell.experiment.method.resolved()["lr"] for cell in cells} == {0.01}
+        assert {row for row, number in rounds.items() if number != 40} == {
+            "LDA",
+            "LDA, chosen",
+            "NCM",
+            "Fed3R",
+        }
+        settings = {suite.row(cell.labels): cell.experiment.method.resolved() for cell in cells}
+        assert {hyper["lr"] for hyper in settings.values()} <= {0.01, 0.1}
+        stages = {
+            row: [hyper[k] for k in ("head_share", "share", "deferred") if k in hyper]
+            for row, hyper in settings.items()
+        }
+        assert {row: share for row, share in stages.items() if share} == {
+            row: [0.25] for row in ("RUCR", "FedReLa", "LDAM", "cRT", "LWS")
+        }
+        assert settings["RedGrape"]["threshold"] == {"cifar10": 8.0, "cifar100": 2.0}[source]
+        assert settings["CLIMB"]["preset"] == "cifar"
+        assert (settings["SCAFFOLD"]["momentum"], settings["FedDyn"]["momentum"]) == (0.0, 0.0)
         assert {cell.experiment.data.head_cap for cell in cells} == {None}
         assert sorted(c.experiment.data.alone for c in cells if c.experiment.data.alone) == list("0123456789")
         assert sum(cell.experiment.data.pooled for cell in cells) == 1
@@ -358,8 +384,64 @@ def test_mnist_uncut_is_of_known_cells() -> None:
 
     known = of("table2", "mnist", "ir=100") | of("vine", "setting=MNIST-LT, 10 of 50")
     assert [c.name for c in description.load("mnist_uncut").cells("study", [0]) if c.identity not in known] == [
-        "partial, MNIST-LT, IR 100, LDA, untrained encoder, seed 0"
+        "partial, MNIST-LT, IR 100, LDA, untrained encoder, seed 0",
+        "partial, MNIST-LT, IR 100, LDA, encoder of FedAvg, seed 0",
+        "partial, MNIST-LT, IR 100, LDA, encoder of RedGrape, seed 0",
     ]
+
+
+AFTER = """
+title = "Another head"
+rows = ["method"]
+measures = ["accuracy"]
+
+[axes]
+dataset = ["Digits"]
+
+[methods]
+"LDA" = { after = "FedAvg", rounds = 1, method = { name = "lda" } }
+"FedAvg" = {}
+"""
+
+
+def test_a_line_starts_from_the_final_model_of_another(small: Path, command: Command, tmp_path: Path) -> None:
+    """The other is run first, by name or as a part of the suite. A record holds no model, but finds the line again."""
+    (small / "after.toml").write_text(AFTER)
+    suite = description.load("after")
+
+    def states(results: str = "results") -> dict[str, str]:
+        found = found_cells.standings(suite.cells("quick", [0]), tmp_path / "runs", tmp_path / results)
+        return {str(s.cell.labels["method"]): s.state for s in found}
+
+    alone = good(command("reproduce", "after", "--seeds", "0", "--only", "method=LDA"))
+    assert "starts from the model of 'Digits, FedAvg, seed 0', which was not run" in alone.out
+    assert states() == {"LDA": "to run", "FedAvg": "to run"}
+    good(command("reproduce", "after", "--seeds", "0", "--only", "method=FedAvg"))
+    good(command("reproduce", "after", "--seeds", "0", "--record"))
+    assert states() == {"LDA": "done", "FedAvg": "done"}
+    first, second = (next((tmp_path / "runs").rglob(f"*{name}-seed0*")) for name in ("fedavg", "lda"))
+    assert Experiment.read(second / "experiment.toml").start == str(first.relative_to(tmp_path))
+    shutil.rmtree(tmp_path / "runs")
+    assert states() == {"LDA": "recorded", "FedAvg": "recorded"}
+    good(command("reproduce", "after", "--seeds", "0", "--only", "method=FedAvg", "--no-run", "--results", "results"))
+    lines = (tmp_path / "results" / "after-quick.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "fewer").mkdir()
+    (tmp_path / "fewer" / "after-quick.jsonl").write_text("".join(line for line in lines if '"lda"' not in line))
+    assert states("fewer")["LDA"].endswith("of which only a record is here")
+
+
+@pytest.mark.parametrize("first", ["nothing", "LDA"])
+def test_a_line_starts_from_a_line_that_starts_by_itself(small: Path, first: str) -> None:
+    (small / "after.toml").write_text(AFTER.replace('after = "FedAvg"', f'after = "{first}"'))
+    with pytest.raises(ConfigError, match=f"'LDA' starts from '{first}', which is no line"):
+        description.load("after")
+
+
+def test_a_suite_can_be_judged_by_held_out_examples(small: Path, command: Command) -> None:
+    (small / "held.toml").write_text(RATES.replace('title = "Rates"', 'title = "Held out"\non = "validation"'))
+    settings = small / "settings.toml"
+    settings.write_text(settings.read_text().replace("head_cap = 20", "head_cap = 20\nvalidation = 2"))
+    assert "validation accuracy in %" in good(command("reproduce", "held", "--seeds", "0")).out
 
 
 def test_clients_alone_count_once_all_are_finished() -> None:
@@ -1220,7 +1302,7 @@ def test_the_results_pages_say_what_the_records_say(page: str, tmp_path: Path) -
     text = (ROOT / "docs" / f"{page}.md").read_text()
     marks = re.findall(r"^<!-- ([a-z0-9_]+) ([a-z]+):begin -->$", text, flags=re.MULTILINE)
     if page == "results-quick":
-        assert sorted(marks) == [(name, "quick") for name in files.names()]
+        assert sorted(marks) == [(name, "quick") for name in files.names() if description.load(name).seeds["quick"]]
     for name, scale in marks:
         suite = description.load(name)
         found = found_cells.standings(suite.cells(scale), tmp_path, ROOT / "results")

@@ -6,7 +6,7 @@ The lines for the default net are in an index, so that a list needs no torch. A 
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from redgrape import methods
@@ -33,12 +33,22 @@ class Line:
 SUMS = "sums alone, if it aggregates securely"
 ROWS = "which classes a client holds, unless floors keep them back"
 SINGLE = "each client's update"
+_SEEN = (SUMS, ROWS, SINGLE)  # from the least to the most
 
 
 def lines(net: str = NET, shape: tuple[int, ...] = SHAPE, classes: int = CLASSES) -> list[Line]:
     """A line per method. Methods that are not in the index are measured, and so are all with another net or data."""
     known = _index() if (net, shape, classes) == (NET, SHAPE, CLASSES) else {}
     return [known.get(name) or measure(name, net, shape, classes) for name in methods.names()]
+
+
+def line(name: str) -> Line | None:
+    """The line of a method. A combination needs what its parts need, and discloses what the least private one does."""
+    parts = [line for line in lines() if line.method in name.split("+")]
+    if len(parts) < 2:
+        return parts[0] if parts else None
+    needs = tuple(dict.fromkeys(words for part in parts for words in part.needs))
+    return replace(parts[0], method=name, needs=needs, discloses=max((p.discloses for p in parts), key=_SEEN.index))
 
 
 def measure(name: str, net: str = NET, shape: tuple[int, ...] = SHAPE, classes: int = CLASSES) -> Line:

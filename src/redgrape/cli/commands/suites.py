@@ -60,6 +60,7 @@ def reproduce(options: argparse.Namespace) -> None:
         scale=options.scale,
         cuts=suite.cuts(options.scale, options.seeds, options.only),
         departures=suite.departures(options.scale, options.only),
+        on=suite.on,
         command=shlex.join(words),
     )
     publish(table, folder, as_json=options.json)
@@ -240,6 +241,9 @@ def _begin(cell: Cell, home: Path, options: argparse.Namespace, present: Present
     continued."""
     with found_cells.choosing(options.out):
         (now,) = _standings([cell], options, present)
+        cell = now.cell  # it may know by now from which run it starts
+        if cell.after is not None and cell.experiment.start is None and not now.finished and not now.obstacle:
+            now = replace(now, obstacle=f"starts from the model of '{cell.after.name}', which was not run")
         if now.finished or now.obstacle:
             return now, None
         if now.view is not None:

@@ -69,13 +69,15 @@ class Description(BaseModel):
     axes: dict[str, list[Label]] = Field(default_factory=dict)
     methods: dict[str, dict[str, Any]] = Field(
         default_factory=dict,
-        description="the last axis, `method`: a line a method, with the keys that it sets, last of all",
+        description="the last axis, `method`: a line a method, with the keys that it sets, last of all; `after` names "
+        "the line whose final model it starts from",
     )
     methods_of: str | None = Field(None, description="the suite whose methods these are")
     rows: list[str] = Field(default_factory=list, description="the axes that tell the rows apart")
     columns: list[str] = Field(default_factory=list, description="the axes that tell the columns apart")
     measures: list[str]
     references: list[str] = Field(default_factory=list, description="the rows that others are compared with")
+    on: Literal["test", "validation"] = Field("test", description="the examples that the figures are of")
     ranked: bool = Field(False, description="one table for each column, the best row first, with costs and needs")
     seeds: dict[str, list[int]] = Field(default_factory=dict)
     rules: list[Rule] = Field(default_factory=list)
@@ -90,10 +92,15 @@ class Cell:
 
     labels: Mapping[str, Label]
     experiment: Experiment
+    after: Cell | None = None  # the cell whose final model is the initial one of this
+    started: str = ""  # the digest of that cell's final state, once it is known
 
     @cached_property
     def identity(self) -> str:
-        return identity(self.experiment, file_digests(self.experiment))
+        known = identity(self.experiment, file_digests(self.experiment))
+        if self.after is None or self.experiment.start is not None:
+            return known
+        return _started(known, self.started or self.after.identity)
 
     @property
     def seed(self) -> int:
@@ -116,12 +123,18 @@ class Cell:
 def identity(experiment: Experiment, file_hashes: Mapping[str, str]) -> str:
     """A hash that is equal for runs with equal results. It ignores how often they save or evaluate, and the name of the
     preset, whose values are all included. The last ten rounds are always evaluated. How often counts if evaluations
-    decide which model is kept."""
+    decide which model is kept. Of a run that it starts from, the final state counts and not its path."""
     values = experiment.resolved()
-    ignored = ["checkpoint_every"] if experiment.is_validated else UNDECISIVE
+    ignored = ["start", "checkpoint_every"] if experiment.is_validated else ["start", *UNDECISIVE]
     decisive = {name: value for name, value in values.items() if name not in ignored}
     method = {name: value for name, value in values["method"].items() if name != "preset"}
-    return hash_of({**decisive, "method": method, "files": dict(file_hashes)})
+    files = {name: digest for name, digest in file_hashes.items() if name != experiment.start}
+    own = hash_of({**decisive, "method": method, "files": files})
+    return own if experiment.start is None else _started(own, file_hashes[experiment.start])
+
+
+def _started(identity: str, state: str) -> str:
+    return hash_of({"identity": identity, "start": state})
 
 
 @dataclass(frozen=True)
@@ -140,14 +153,24 @@ class Suite:
     experiment: Mapping[str, Any] = field(default_factory=dict)
     keys: Mapping[str, str] = field(default_factory=dict)  # axes that are keys of the experiment
     rules: Sequence[Rule] = ()
+    after: Mapping[str, str] = field(default_factory=dict)  # methods that start from the final model of another
+    on: str = "test"  # the examples that the figures are of
     paper: Mapping[str, Mapping[str, Sequence[float]]] = field(default_factory=dict)
 
     def cells(self, scale: str, seeds: Sequence[int] | None = None, only: Sequence[str] = ()) -> list[Cell]:
         """The cells at this scale, with seeds innermost, and there the clients alone. `only` selects some of them."""
         every = [dict(zip(self.axes, values, strict=True)) for values in itertools.product(*self.axes.values())]
+        if self.seeds.get(scale) == []:
+            raise ConfigError(f"'{self.name}' has no scale '{scale}'; choose another with --scale")
         seeds = self.seeds.get(scale, [0]) if seeds is None else seeds
         chosen = self._chosen(every, only)
-        return [Cell(labels, e) for labels in chosen for seed in seeds for e in self._experiments(labels, scale, seed)]
+        return [cell for labels in chosen for seed in seeds for cell in self._cells(labels, scale, seed)]
+
+    def _cells(self, labels: Mapping[str, Label], scale: str, seed: int) -> list[Cell]:
+        after = None
+        if labels.get("method") in self.after:
+            (after,) = self._cells({**labels, "method": self.after[str(labels["method"])]}, scale, seed)
+        return [Cell(labels, experiment, after) for experiment in self._experiments(labels, scale, seed)]
 
     def _experiments(self, labels: Mapping[str, Label], scale: str, seed: int) -> list[Experiment]:
         """One, or one for each client alone."""
@@ -293,7 +316,10 @@ def read(path: Path) -> Suite:
         described if described.cells_of is None else _parsed(path.with_name(f"{described.cells_of}.toml"), Description)
     )
     named = cells if cells.methods_of is None else _parsed(path.with_name(f"{cells.methods_of}.toml"), Description)
-    rows = [Rule(when={"method": label}, set=keys) for label, keys in named.methods.items()]
+    rows = [
+        Rule(when={"method": label}, set={key: value for key, value in keys.items() if key != "after"})
+        for label, keys in named.methods.items()
+    ]
     suite = Suite(
         name=path.stem,
         title=described.title,
@@ -309,6 +335,8 @@ def read(path: Path) -> Suite:
         experiment=settings.experiment,
         keys=settings.keys,
         rules=[*settings.rules, *cells.rules, *rows],
+        after={label: keys["after"] for label, keys in named.methods.items() if "after" in keys},
+        on=described.on,
         paper=described.paper,
     )
     _check(suite, path)
@@ -333,6 +361,9 @@ def _check(suite: Suite, path: Path) -> None:
         require(axis in suite.axes, f"there is no axis '{axis}'")
     for measure in (*suite.measures, *suite.paper):
         require(measure in FIGURES, f"'{measure}' is no measure; choose from {', '.join(FIGURES)}")
+    for label, first in suite.after.items():
+        known = first in suite.axes["method"] and first not in suite.after
+        require(known, f"'{label}' starts from '{first}', which is no line of [methods] that starts by itself")
     for row in suite.references:
         require(row in suite.all_rows(), f"the reference '{row}' is none of the rows")
     for measure, rows in suite.paper.items():

@@ -11,7 +11,7 @@ import time
 import tomllib
 from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +69,10 @@ def standings(
 ) -> list[Standing]:
     """The progress of each cell, in order. If a cell has several runs, the one with the most rounds counts. With
     `present`, runs on other data or files than the current ones are not used; without it, this is not checked."""
+    before = [cell.after for cell in cells if cell.after is not None]
+    if before:
+        first = {s.cell.name: s for s in standings(before, runs, records, root, present)}
+        cells = [cell if cell.after is None else _begun(cell, first[cell.after.name]) for cell in cells]
     found = _Found(cells, root, present)
     found.look_into(runs, is_record=False)
     found.look_into(records, is_record=True)
@@ -80,6 +84,15 @@ def recorded(cells: Sequence[Cell], records: Path) -> set[str]:
     found = _Found(cells, None, None)
     found.look_into(records, is_record=True)
     return set(found.best)
+
+
+def _begun(cell: Cell, before: Standing) -> Cell:
+    """The cell with the digest of the model that it starts from, and with its run if the weights are here."""
+    if before.view is None or before.view.summary is None:
+        return cell
+    run = None if before.is_record else str(before.view.path)
+    experiment = cell.experiment.model_copy(update={"start": run})
+    return replace(cell, experiment=experiment, started=before.view.summary["state"])
 
 
 class _Found:
@@ -127,6 +140,8 @@ class _Found:
         if found is not None and found.finished:
             return Standing(cell, found.view, found.is_record, not_taken=not_taken)
         obstacle = missing_data(cell.experiment, self._root)
+        if cell.after is not None and cell.started and cell.experiment.start is None:
+            obstacle = obstacle or f"starts from the model of '{cell.after.name}', of which only a record is here"
         if found is None:
             obstacle = self._refused.get(cell.identity, obstacle)
         return Standing(cell, found.view if found else None, obstacle=obstacle, not_taken=not_taken)
@@ -152,7 +167,7 @@ def _identity_of(path: Path, methods: Container[tuple[str, int]]) -> str | None:
         if (described["method"]["name"], described["seed"]) not in methods:
             return None
         experiment = Experiment.parse(described)
-        files = file_digests(experiment)
+        files = file_digests(experiment) if experiment.start is None else {experiment.start: ""}
         if files and (record or (path / "environment.json").exists()):
             environment = record["environment"] if record else json.loads((path / "environment.json").read_bytes())
             files = environment.get("files", files)

@@ -73,7 +73,7 @@ def _facts(standings: list[Standing]) -> list[str]:
     experiment = standings[0].cell.experiment
     if where := baseline(experiment.resolved()):
         return [DASH, OUTSIDE[where]]
-    line = next((line for line in method_index.lines() if line.method == experiment.method.name), None)
+    line = method_index.line(experiment.method.name)
     return [DASH, DASH] if line is None else [", ".join(line.needs) or "nothing", line.discloses]
 
 
