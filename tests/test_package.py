@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import subprocess
 import sys
@@ -10,6 +11,8 @@ import tarfile
 import tomllib
 import venv
 import zipfile
+from collections.abc import Iterable, Iterator
+from importlib.metadata import packages_distributions, requires
 from pathlib import Path
 
 import pytest
@@ -60,6 +63,44 @@ def test_the_version_stands_in_one_place() -> None:
     assert f"version: {redgrape.__version__}\n" in (ROOT / "CITATION.cff").read_text()
     newest = re.search(r"^## \[(.+?)\]", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
     assert newest is not None and newest[1] == redgrape.__version__
+
+
+def test_every_import_is_a_dependency_or_of_an_extra() -> None:
+    """What a module imports when it is loaded is a dependency, except in deploy/, which needs Flower. Imports inside of
+    functions may also be of an extra. pandas is the caller's: a DataFrame is made only if it is there."""
+    homes = {top: {_plain(name) for name in names} for top, names in packages_distributions().items()}
+    needed = _names(PROJECT["dependencies"])
+    flower = _names(PROJECT["optional-dependencies"]["flower"]) | _names(
+        [*(requires("flwr") or []), *(requires("uvicorn") or [])]
+    )
+    extras = _names(line for lines in PROJECT["optional-dependencies"].values() for line in lines) | {"pandas"}
+    wrong = []
+    for path in (ROOT / "src").rglob("*.py"):
+        of_room = flower if "deploy" in path.parts else set()
+        module = ast.parse(path.read_text())
+        at_once = set(_imported(node for node in module.body if isinstance(node, ast.Import | ast.ImportFrom)))
+        for top in set(_imported(ast.walk(module))):
+            allowed = needed | of_room | (set() if top in at_once else extras)
+            if not homes.get(top, set()) & allowed:
+                wrong.append(f"{path.relative_to(ROOT)}: {top}")
+    assert not wrong
+
+
+def _plain(requirement: str) -> str:
+    return re.split(r"[^\w.-]", requirement)[0].lower().replace("_", "-")
+
+
+def _names(requirements: Iterable[str]) -> set[str]:
+    return {_plain(line) for line in requirements}
+
+
+def _imported(nodes: Iterable[ast.AST]) -> Iterator[str]:
+    """The packages that these lines import, without redgrape and the standard library."""
+    for node in nodes:
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        if isinstance(node, ast.ImportFrom) and not node.level:
+            names = [str(node.module)]
+        yield from {name.partition(".")[0] for name in names} - {"redgrape", *sys.stdlib_module_names}
 
 
 @pytest.mark.slow

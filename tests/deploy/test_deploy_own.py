@@ -177,6 +177,12 @@ def test_a_function_of_a_module_is_refused_before_anything_starts(
     assert "sites take one of a file: file.py:function" in capsys.readouterr().err
 
 
+def test_an_own_method_takes_no_setting_of_the_method_that_init_wrote(tmp_path: Path, mine: Path) -> None:
+    made(tmp_path / "d", options(secure_aggregation=True))
+    assert "min_holders" in (tmp_path / "d/experiment.toml").read_text()
+    assert cli.run(["deploy", "run", str(tmp_path / "d"), "--dry-run", "--method", str(mine)]) == 0
+
+
 # Pretrained encoders
 
 

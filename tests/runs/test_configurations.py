@@ -284,7 +284,7 @@ def test_what_cannot_be_is_refused_in_one_line(
         )
         if not fine:
             wrong.append((content[:200], options, named, code, out, err))
-    tally("experiments that cannot be: exit code 2, one line, no file", count, count - len(wrong))
+    tally("invalid experiments: exit code 2, one line, no file", count, count - len(wrong))
     assert not wrong, "\n".join(map(str, wrong[:20]))
 
 
@@ -417,7 +417,7 @@ def test_what_can_be_runs_to_finite_numbers(
         assert summary is not None
         assert all(map(math.isfinite, numbers(summary))), values
         done += 1
-    tally("experiments that can be: a round to finite numbers", count, done)
+    tally("valid experiments: a round to finite numbers", count, done)
 
 
 # Data at the edge

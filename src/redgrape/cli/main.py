@@ -9,9 +9,10 @@ import math
 import os
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 from redgrape import __version__
@@ -46,7 +47,7 @@ _FLAGS: dict[str, tuple[str, Any, str]] = {
     "--site": ("data.site", str, "the column of a table that names each row's site"),
     "--test": ("data.test", str, "the column of a table that says test or train, or a value of one: fold=3"),
     "--drop": ("data.drop", names, "columns of a table that are no inputs: id,name"),
-    "--imbalance": ("data.imbalance", str, "exponential (default), binary or natural"),
+    "--imbalance": ("data.imbalance", str, "exponential (default), binary or natural (default for your own data)"),
     "--ir": ("data.ir", float, "imbalance ratio (default: 50)"),
     "--tail": (
         "data.tail_classes",
@@ -56,7 +57,7 @@ _FLAGS: dict[str, tuple[str, Any, str]] = {
     "--partition": (
         "data.partition",
         str,
-        "class_dirichlet (default), prior_dirichlet, creff, iid, natural or file.py:function",
+        "class_dirichlet (default), prior_dirichlet, creff, iid, client_lt, like:MATRIX, natural or file.py:function",
     ),
     "--alpha": ("data.alpha", float, "Dirichlet parameter: small is heterogeneous (default: 1)"),
     "--clients": ("data.clients", int, "number of clients (default: 10)"),
@@ -242,11 +243,20 @@ def _parser() -> argparse.ArgumentParser:
     _add_execution_flags(command)
 
     command = add("fit", "training", "fit a head to a pretrained encoder in one round, without training")
-    command.add_argument("set:data.source", metavar="DATA", help=_FLAGS["--data"][2])
-    command.add_argument("--method", dest="set:method.name", metavar="NAME", help=f"the method ({WITHOUT_TRAINING})")
+    command.add_argument("set:data.source", metavar="DATA", help=_FLAGS["--data"][2].replace(" (default)", ""))
+    command.add_argument(
+        "--method", dest="set:method.name", metavar="NAME", help=f"the method (default: {WITHOUT_TRAINING})"
+    )
     command.add_argument("--preset", dest="set:method.preset", metavar="NAME", help="the preset of the method")
-    command.add_argument("--seed", dest="set:seed", type=int, metavar="N", help="the seed")
-    _add_experiment_flags(command, without=("--data", "--keep", "--patience", "--epochs", "--batch-size", "--lr"))
+    command.add_argument("--seed", dest="set:seed", type=int, metavar="N", help="the seed (default: 0)")
+    _add_experiment_flags(
+        command,
+        without=("--data", "--keep", "--patience", "--epochs", "--batch-size", "--lr"),
+        texts={
+            "--net": "efficientnet_lite0 (default), timm:NAME, ..., linear or file.py:function",
+            "--rounds": "communication rounds (default: 1)",
+        },
+    )
     defaults = {"method.name": WITHOUT_TRAINING, "net.name": "efficientnet_lite0", "rounds": 1}
     command.set_defaults(experiment=None, **{f"set:{key}": value for key, value in defaults.items()})
     command.add_argument("--out", type=_path, metavar="DIR", help="the run folder (default: a new one below runs/)")
@@ -525,12 +535,14 @@ def _add_deployment(commands: Any) -> None:
     command.add_argument("--json", action="store_true", help="print JSON")
 
 
-def _add_experiment_flags(command: argparse.ArgumentParser, without: Sequence[str] = ()) -> None:
+def _add_experiment_flags(
+    command: argparse.ArgumentParser, without: Sequence[str] = (), texts: Mapping[str, str] = MappingProxyType({})
+) -> None:
     group = command.add_argument_group("the experiment")
     for flag, (key, kind, text) in _FLAGS.items():
         if flag not in without:
             metavar = kind.__name__.strip("_").upper()
-            group.add_argument(flag, dest=f"set:{key}", type=kind, metavar=metavar, help=text)
+            group.add_argument(flag, dest=f"set:{key}", type=kind, metavar=metavar, help=texts.get(flag, text))
     group.add_argument(
         "-c", dest="config", action="append", default=[], metavar="KEY=VALUE", help="set any key, e.g. method.lam=0.2"
     )

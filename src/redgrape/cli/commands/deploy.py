@@ -245,7 +245,6 @@ def _link(deployment: Deployment, simulated_data: Path | None) -> Iterator[tuple
 
 def _values(options: argparse.Namespace, default: Path) -> dict[str, Any]:
     """The values of the experiment. Hyper-parameters of the deployment's method do not apply to other methods."""
-    from redgrape import methods
     from redgrape.cli.commands.training import described
     from redgrape.runs.experiment import read_toml
 
@@ -253,7 +252,7 @@ def _values(options: argparse.Namespace, default: Path) -> dict[str, Any]:
     options.experiment = options.experiment or default
     values = described(options)
     before = read_toml(options.experiment).get("method", {})
-    if methods.is_known(name) and options.experiment == default and before.get("name") != name:
+    if name is not None and options.experiment == default and before.get("name") != name:
         values["method"] = {key: value for key, value in values["method"].items() if before.get(key) != value}
     return values
 

@@ -328,7 +328,7 @@ def caption(table: Table) -> list[str]:
     elif table.scale is not None:
         lines.append(f"scale {table.scale}")
     if table.departures:
-        lines.append(f"where the paper has otherwise, or is silent, at every scale: {' · '.join(table.departures)}")
+        lines.append(f"differences from the paper, and our choices where it gives none: {' · '.join(table.departures)}")
     return [*lines, *[f"note: {note}" for note in table.notes]]
 
 
