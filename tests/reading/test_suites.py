@@ -481,11 +481,11 @@ def test_only_chooses_by_part_or_by_axis() -> None:
     def chosen(*only: str) -> list[str]:
         return names_of(suite.cells("study", [0], only))
 
-    assert len(chosen("mnist")) == 18
-    assert len(chosen("cifar")) == 36
-    assert len(chosen("cifar10")) == 18  # the data set, though CIFAR-100-LT holds it as text
-    assert len(chosen("ir=10")) == 18  # not 100
-    assert len(chosen("dataset=cifar10", "ir=10", "ir=50")) == 12
+    assert len(chosen("mnist")) == 21
+    assert len(chosen("cifar")) == 42
+    assert len(chosen("cifar10")) == 21  # the data set, though CIFAR-100-LT holds it as text
+    assert len(chosen("ir=10")) == 21  # not 100
+    assert len(chosen("dataset=cifar10", "ir=10", "ir=50")) == 14
     assert chosen("method=red", "mnist", "ir=100") == ["partial, MNIST-LT, IR 100, RedGrape, seed 0"]
     assert chosen("fed_focal", "cifar100", "ir=50") == ["partial, CIFAR-100-LT, IR 50, Fed-Focal, seed 0"]
 

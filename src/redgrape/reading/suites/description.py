@@ -69,8 +69,8 @@ class Description(BaseModel):
     axes: dict[str, list[Label]] = Field(default_factory=dict)
     methods: dict[str, dict[str, Any]] = Field(
         default_factory=dict,
-        description="the last axis, `method`: a line a method, with the keys that it sets, last of all; `after` names "
-        "the line whose final model it starts from",
+        description="labels of the axis `method`, each with the keys that it sets, last of all; `after` names the one "
+        "whose final model it starts from",
     )
     methods_of: str | None = Field(None, description="the suite whose methods these are")
     rows: list[str] = Field(default_factory=list, description="the axes that tell the rows apart")
@@ -325,7 +325,7 @@ def read(path: Path) -> Suite:
         title=described.title,
         claim=described.claim,
         home=described.cells_of or path.stem,
-        axes={**cells.axes, **({"method": list(named.methods)} if named.methods else {})},
+        axes={**cells.axes, **({"method": [*cells.axes.get("method", []), *named.methods]} if named.methods else {})},
         rows=cells.rows,
         columns=cells.columns,
         measures=described.measures,
