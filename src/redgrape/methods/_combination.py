@@ -97,7 +97,7 @@ def _inherit(name: str, bases: Sequence[type[Method]]) -> type[Method]:
             if field in vars(base).get("__annotations__", {}) or field not in fields
         }
     made = cast("type[Method]", create_model(name, __base__=tuple(bases), __module__=__name__, **fields))
-    made.__doc__ = f"A combination of {', '.join(base.__name__ for base in bases)}."
+    made.__doc__ = "\n".join(f"{base.__name__}: {(base.__doc__ or '').strip()}" for base in reversed(bases))
     made.presets = {"paper": {}}
     made.sums_of_states = tuple(group for base in bases for group in base.sums_of_states)
     made.uses_auxiliary = any(base.uses_auxiliary for base in bases)

@@ -106,7 +106,8 @@ def methods(options: argparse.Namespace) -> None:
         facts = {"name": options.name, "fidelity": method.fidelity, "hyper_parameters": fields, "presets": presets}
         print(json.dumps(run_tables.plain(facts)))
         return
-    print(prose((sys.modules[method.__module__].__doc__ or "").strip()))
+    about = method.__doc__ if "+" in options.name else sys.modules[method.__module__].__doc__
+    print(prose((about or "").strip()))
     print("\nhyper-parameters")
     print(listed([(f"{name}={_shown(entry['default'])}", entry["meaning"] or "") for name, entry in fields.items()]))
     print()
