@@ -1,4 +1,5 @@
-"""Accuracy over rounds: one panel per column, one line per row. Bands span the worst to the best seed."""
+"""Accuracy over rounds: one panel per column, one line per row. Bands span the worst to the best seed. A row with a
+single evaluation, such as a head without training, is a dotted level."""
 
 from __future__ import annotations
 
@@ -33,7 +34,11 @@ def draw(table: Table, path: Path) -> None:
             found = [s for s in table.standings if s.finished and _place(table, s) == (row, column)]
             rounds, low, mean, high = _band(found, measure, table.on)
             colour, style = lines[row]
-            axis.plot(rounds, mean, label=printed(textwrap.fill(row, 40)), color=colour, linestyle=style, linewidth=1.6)
+            label = printed(textwrap.fill(row, 40))
+            if len(rounds) == 1:
+                axis.axhline(mean[0], label=label, color=colour, linestyle=":", linewidth=1.6)
+                continue
+            axis.plot(rounds, mean, label=label, color=colour, linestyle=style, linewidth=1.6)
             if len(found) > 1:
                 axis.fill_between(rounds, low, high, color=colour, alpha=0.15, linewidth=0)
         axis.set_title(", ".join(column), fontsize=10)
