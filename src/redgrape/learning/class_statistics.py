@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -103,7 +104,7 @@ class Spread(NamedTuple):
         n = sums["examples"][held].double()
         means = sums["first"][held] / n[:, None]
         within = second_moment(sums) - means.T @ (n[:, None] * means)
-        values, vectors = torch.linalg.eigh(within / (n.sum() - len(n)).clamp(min=1))
+        values, vectors = _eigh(within / (n.sum() - len(n)).clamp(min=1))
         return cls(n, means, values.clamp(min=0), vectors)  # below zero is rounding
 
     def discriminants(self, g: Sequence[float], rho: Sequence[float]) -> tuple[Tensor, Tensor]:
@@ -121,6 +122,16 @@ class Spread(NamedTuple):
         W = (self.means @ self.vectors * inverse[:, None]) @ self.vectors.T
         excess = (inverse @ self.values)[:, None, None] / self.examples * W.new_tensor(rho)[:, None]
         return W, -0.5 * ((W * self.means).sum(dim=2)[:, None] - excess)
+
+
+def _eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """Eigenvalues and vectors. MKL gives up on some matrices with many zero rows, as few examples with many features
+    have; the LAPACK of NumPy does not."""
+    try:
+        values, vectors = torch.linalg.eigh(matrix)
+    except torch.linalg.LinAlgError:
+        values, vectors = map(torch.from_numpy, np.linalg.eigh(matrix.numpy()))
+    return values, vectors
 
 
 def ridge(sums: Tensors, r: float, *, constant: bool) -> tuple[Tensor, Tensor]:
