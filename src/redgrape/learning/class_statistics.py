@@ -129,7 +129,7 @@ def _eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
     have; the LAPACK of NumPy does not."""
     try:
         values, vectors = torch.linalg.eigh(matrix)
-    except torch.linalg.LinAlgError:
+    except torch.linalg.LinAlgError:  # type: ignore[attr-defined]  # it is documented there
         values, vectors = map(torch.from_numpy, np.linalg.eigh(matrix.numpy()))
     return values, vectors
 
