@@ -125,6 +125,6 @@ def test_lws_goes_on_with_the_rows_and_not_with_what_is_deployed() -> None:
 
 
 @pytest.mark.parametrize("clause", ["nothing_that_was_passed_is_modified", "sums_are_enough_where_it_says_so"])
-@pytest.mark.parametrize("name", ["crt+balanced_softmax+fedprox", "lws+coverage+over_sampling"])
+@pytest.mark.parametrize("name", ["crt+balanced_softmax+fedprox", "lws+coverage+balanced_softmax"])
 def test_ingredients_of_both_stages_keep_the_contract(name: str, clause: str) -> None:
     testing.CHECKS[clause](methods.load(name)())
