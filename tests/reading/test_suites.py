@@ -423,6 +423,9 @@ def test_a_line_starts_from_the_final_model_of_another(small: Path, command: Com
     assert Experiment.read(second / "experiment.toml").start == str(first.relative_to(tmp_path))
     shutil.rmtree(tmp_path / "runs")
     assert states() == {"LDA": "recorded", "FedAvg": "recorded"}
+    assert (
+        "runs/" not in (tmp_path / "results" / "after-quick.jsonl").read_text()
+    )  # the name of the start, not its folder
     good(command("reproduce", "after", "--seeds", "0", "--only", "method=FedAvg", "--no-run", "--results", "results"))
     lines = (tmp_path / "results" / "after-quick.jsonl").read_text().splitlines(keepends=True)
     (tmp_path / "fewer").mkdir()

@@ -96,6 +96,7 @@ def add(file: Path, records: Mapping[str, Record]) -> None:
 
 
 def _line(name: str, record: Record, shared: dict[str, Any]) -> dict[str, Any]:
+    record = _without_paths(record)
     experiment = dict(record["experiment"])
     seed, method = experiment.pop("seed"), experiment.pop("method")
     summary = {key: value for key, value in record["summary"].items() if key not in LEFT_OUT}
@@ -117,6 +118,20 @@ def _line(name: str, record: Record, shared: dict[str, Any]) -> dict[str, Any]:
         "cost": record["cost"],
     }
     return {**line, "sha256": hash_of(line)}
+
+
+def _without_paths(record: Record) -> Record:
+    """The record with the name of the run that it started from, and not the folder in which that lay."""
+    start = record["experiment"].get("start")
+    if start is None:
+        return record
+    name, environment = Path(start).name, record["environment"]
+    files = {name if file == start else file: digest for file, digest in environment["files"].items()}
+    return {
+        **record,
+        "experiment": {**record["experiment"], "start": name},
+        "environment": {**environment, "files": files},
+    }
 
 
 def _columns(metrics: Iterable[Mapping[str, Any]], on: str) -> dict[str, list[Any]]:
