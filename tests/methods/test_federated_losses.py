@@ -137,7 +137,8 @@ def test_fedrods_personal_head_by_hand() -> None:
 
 def test_decorrelation_is_the_mean_square_of_correlations() -> None:
     h = toys.random(9, 5) * torch.tensor([1.0, 3.0, 0.2, 7.0, 1.0]).double() + 2
-    assert float(decorrelation(h)) == pytest.approx(float(torch.corrcoef(h.T).square().mean()), rel=1e-6)
+    for batch in (h, h[:4]):  # more examples than features, and fewer
+        assert float(decorrelation(batch)) == pytest.approx(float(torch.corrcoef(batch.T).square().mean()), rel=1e-6)
     assert float(decorrelation(h[:1])) == 0
     dead = torch.cat([h, torch.zeros(9, 1).double()], dim=1).requires_grad_()  # a unit that never fires
     decorrelation(dead).backward()

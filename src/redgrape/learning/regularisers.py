@@ -17,8 +17,9 @@ def decorrelation(h: Tensor) -> Tensor:
     centred = h - h.mean(dim=0)
     variance = centred.square().mean(dim=0)
     standard = centred / (variance + _EPS).sqrt()
-    K = standard.T @ standard / len(h)
-    return K.square().mean()
+    n, d = h.shape
+    gram = standard @ standard.T if n < d else standard.T @ standard  # both have the norm of n K
+    return gram.square().sum() / (n * d) ** 2
 
 
 def distillation(z: Tensor, teacher: Tensor, temperature: float = 1.0) -> Tensor:
