@@ -66,8 +66,8 @@ def same_bits_everywhere() -> Iterator[None]:
 
 @contextmanager
 def _no_subnormals() -> Iterator[None]:
-    """Numbers below the smallest normal one are zero. The probabilities of a confident net underflow to such numbers, and
-    a product of matrices that holds some takes ten times as long."""
+    """Numbers below the smallest normal one are zero. The probabilities of a confident net underflow to such numbers,
+    and a product of matrices that holds some takes ten times as long."""
     before = torch.tensor(1e-40).mul(1.0).item() == 0.0  # torch cannot tell; this number is subnormal
     torch.set_flush_denormal(True)
     try:
