@@ -89,7 +89,9 @@ class Examples:
 
     def inputs(self, rows: Tensor, dtype: torch.dtype, augment: torch.Generator | None = None) -> Tensor:
         """Network inputs for these rows in freshly allocated memory, augmented if a generator is given."""
-        x = self.x[rows if self.rows is None else self.rows[rows]].contiguous()
+        rows = rows if self.rows is None else self.rows[rows]
+        same_place = rows.device == self.x.device  # then there is a way that is three times as fast
+        x = self.x.index_select(0, rows) if same_place else self.x[rows].contiguous()
         x = self.pixels(x, dtype) if x.dtype in WHITE else x.to(dtype)
         return x if augment is None else self.augment(x, augment)
 
