@@ -60,9 +60,9 @@ class Vine(FedAvg):
     threshold: int = Field(8, ge=1, le=10**9, description="T: examples of a class that the correction uses")
     norm: rebalancing.Norm = Field("joint", description="one ratio for weight and bias, or one for each")
     length: Literal["batch", "mean"] = Field(
-        "batch", description="the length of g_local in Eq. (12): of a batch's, or of the mean of the round so far"
+        "mean", description="the length of g_local in Eq. (12): of a batch's, or of the mean of the round so far"
     )
-    extra_init: classifier.Start = Field("default", description="initial W_hat: a new nn.Linear, zeros, or W's start")
+    extra_init: classifier.Start = Field("copy", description="initial W_hat: W's start, a new nn.Linear, or zeros")
     two_stream: bool = Field(True, description="ablation: train the second classifier W_hat")
 
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
