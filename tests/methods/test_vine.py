@@ -27,6 +27,7 @@ from redgrape.training import Training
 C, D = 4, 6
 SIZES = [[12, 5, 0, 0], [3, 0, 9, 1], [0, 8, 2, 0], [6, 1, 1, 0], [9, 4, 0, 2]]
 SMALL: dict[str, Any] = {"epochs": 2, "batch_size": 8, "lr": 0.05}
+AS_REDGRAPE: dict[str, Any] = {"margin": 0.0, "extra_init": "default", "length": "batch"}
 
 
 @pytest.fixture(autouse=True)
@@ -65,7 +66,7 @@ def test_with_all_clients_it_is_redgrape_without_real_data(options: dict[str, An
     """All clients sampled, no correction, T = inf: the same model to rounding, and G is the sum of the prototypes."""
     theirs = trained(RedGrape(threshold=float("inf"), **SMALL, **options))
     for memory in (True, False):
-        for ours, other in zip(trained(Vine(memory=memory, margin=0.0, **SMALL, **options)), theirs, strict=True):
+        for ours, other in zip(trained(Vine(memory=memory, **AS_REDGRAPE, **SMALL, **options)), theirs, strict=True):
             for name, t in other.server["model"].items():
                 close(ours.server["model"][name], t)
             for name, table in other.server["prototypes"].items():
@@ -74,7 +75,7 @@ def test_with_all_clients_it_is_redgrape_without_real_data(options: dict[str, An
 
 def test_prototypes_by_counts_are_weights_by_counts() -> None:
     theirs = trained(RedGrape(threshold=float("inf"), prototype_weights="count", **SMALL))
-    ours = trained(Vine(weights="counts", margin=0.0, **SMALL))
+    ours = trained(Vine(weights="counts", **AS_REDGRAPE, **SMALL))
     for name, t in theirs[-1].server["model"].items():
         close(ours[-1].server["model"][name], t)
 

@@ -9,15 +9,16 @@ a secure sum nobody sees the gradient of a single class or client. H_c clients h
     client  1  M_k <- sum_i m_{y_i} (p_i - e_{y_i}) [h_i; 1]^T / (H_{y_i} n_{k,y_i}) at the received model: its part of
                the sum over the classes of the mean over their holders. p_i = softmax(z_i + log m), m = pi^tau with tau
                the margin and pi the class shares: a rare class that is memorised (p = 1 at tau = 0) still pulls
-            2  for each local step, with W_hat beside W as in RedGrape:
+            2  for each local step, with W_hat beside W as in RedGrape; W_hat starts as a copy of W:
                   g_bal <- G / C [ + 1/C sum_{c in L_bal} m_c (grad_c(D_bal; now) - grad_c(D_bal; received)) ]
-                  W <- W - eta_l [ g_local + lambda g_bal ||g_local|| / ||g_bal|| ]              RedGrape's Eq. (12)
+                  W <- W - eta_l [ g_local + lambda g_bal ||mean g_local|| / ||g_bal|| ]         RedGrape's Eq. (12)
+               mean g_local: of the round so far; a batch's own is mostly noise, and the pull would be too long
             3  sends theta_k - theta^{t-1}, n_k and M_k - S_k, and adds that to S_k, what it has sent so far
     server  G <- G + sum of what arrived: the sum of all clients' latest M_k, whoever was sampled
 
-With all clients sampled, no margin and no correction this is RedGrape with threshold=inf. Without memory, for clients
-that are seen once, G <- K / |S| sum_k M_k. Messages are rounded to the net's precision. S_k is what arrived, so G
-carries only the rounding of each client's last message, however many came before.
+With all clients sampled, no margin, no correction, `length=batch` and `extra_init=default` this is RedGrape with
+threshold=inf. Without memory, for clients that are seen once, G <- K / |S| sum_k M_k. Messages are rounded to the net's
+precision. S_k is what arrived, so G carries only the rounding of each client's last message, however many came before.
 """
 
 from __future__ import annotations
