@@ -581,12 +581,12 @@ def test_climb_never_walks_against_a_client() -> None:
 
 
 @hypothesis.given(
-    dual=st.lists(st.floats(0, 100), min_size=2, max_size=6),
-    losses=st.lists(st.floats(0, 50), min_size=6, max_size=6),
+    dual=st.lists(st.floats(0, 100, allow_subnormal=False), min_size=2, max_size=6),
+    losses=st.lists(st.floats(0, 50, allow_subnormal=False), min_size=6, max_size=6),
     counts=st.lists(st.integers(1, 1000), min_size=6, max_size=6),
     present=st.lists(st.booleans(), min_size=6, max_size=6),
-    eps=st.floats(0, 2),
-    dual_lr=st.floats(0, 5),
+    eps=st.floats(0, 2, allow_subnormal=False),
+    dual_lr=st.floats(0, 5, allow_subnormal=False),
 )
 @hypothesis.settings(max_examples=100, deadline=None)
 def test_climbs_weights_are_a_mean_that_favours_high_losses(

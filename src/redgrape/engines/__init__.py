@@ -151,7 +151,8 @@ class ClientHalf:
     def survey(self, clients: Sequence[ClientId]) -> Iterator[tuple[ClientId, Tree]]:
         for client in sorted(clients):
             with same_bits_everywhere():
-                yield client, self.method.survey(self.site(client, 0))
+                answer = self.method.survey(self.site(client, 0))
+            yield client, answer  # outside: whoever asks goes on in between
 
     def examples(self, split: Split) -> Examples:
         examples = self.federation.test if split == "test" else self.federation.validation
