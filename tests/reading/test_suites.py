@@ -352,7 +352,7 @@ def test_frozen_suites_have_the_same_methods_and_budget() -> None:
         cells = suite.cells("study", [0], ["ir=100"])
         assert {cell.experiment.data.source for cell in cells} == {source}
         rounds = {suite.row(cell.labels): cell.experiment.rounds for cell in cells}
-        assert {row for row, number in rounds.items() if number != 40} == {
+        assert {row for row, number in rounds.items() if number != 20} == {
             "LDA",
             "LDA, chosen",
             "NCM",
@@ -365,7 +365,11 @@ def test_frozen_suites_have_the_same_methods_and_budget() -> None:
             for row, hyper in settings.items()
         }
         assert {row: share for row, share in stages.items() if share} == {
-            row: [0.25] for row in ("RUCR", "FedReLa", "LDAM", "cRT", "LWS")
+            "RUCR": [0.5],
+            "FedReLa": [0.5],
+            "LDAM": [0.5],
+            "cRT": [0.75],
+            "LWS": [0.75],
         }
         assert settings["RedGrape"]["threshold"] == {"cifar10": 8.0, "cifar100": 2.0}[source]
         assert settings["CLIMB"]["preset"] == "cifar"
