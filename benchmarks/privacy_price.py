@@ -12,7 +12,8 @@ Markdown tables, mean and standard deviation over the seeds of the accuracy of t
               prototypes
     noise     on the prototypes alone, and on prototypes and model, at floors of 1; multipliers count against the clips
               below. epsilon as the accountant gives it for the run (delta 1e-5, one client's whole data).
-    sums      FedAvg, RedGrape with the preset private, and Vine, stateless and with weights alike: clipped, and with
+    sums      FedAvg, RedGrape with the preset private, and Vine, stateless and with weights alike, which starts and
+              pulls as RedGrape does: clipped, and with
               noise on the sums. Not in the figure. Also with --clients 30 --per-round 6 --rounds 80
 
 The noise is made from the seed, so that the figures can be repeated; a federation must not do that.
@@ -66,10 +67,11 @@ def ways(parts: Sequence[str], hyper: Mapping[str, Any]) -> dict[str, tuple[Meth
     plain, redgrape = Exchange(), RedGrape(**hyper)
     found: dict[str, tuple[Method, Exchange]] = {}
     if "sums" in parts:
-        vine = {"memory": False, **hyper}
+        as_redgrape: dict[str, Any] = {**hyper, "extra_init": "default", "length": "batch"}
+        vine = {"memory": False, **as_redgrape}
         found["fedavg"] = FedAvg(**hyper), plain
         found["redgrape, private"] = redgrape, Exchange(preset="private")
-        found["vine"] = Vine(**hyper), plain
+        found["vine"] = Vine(**as_redgrape), plain
         found["vine stateless"] = Vine(**vine), plain
         summed = {"fedavg": FedAvg(**hyper), "vine stateless, alike": Vine(**vine, weights="alike", margin=0.0)}
         for name, method in summed.items():

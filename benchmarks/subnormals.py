@@ -33,7 +33,7 @@ def federation() -> rg.Federation:
 
     def draw() -> rg.Examples:
         shown, y = stream.integers(CLASSES, size=(2, EACH))
-        y = np.where(stream.random(EACH) < 0.3, y, shown)  # a third of the labels are wrong, so that training goes on
+        y = np.where(stream.random(EACH) < 0.3, y, shown)  # three in ten labels are random, so that training goes on
         return rg.Examples(centres[shown] + stream.exponential(size=(EACH, FEATURES)).astype(np.float32), y)
 
     return rg.Federation([draw() for _ in range(CLIENTS)], draw(), CLASSES)

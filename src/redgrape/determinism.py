@@ -68,7 +68,7 @@ def same_bits_everywhere() -> Iterator[None]:
 def _no_subnormals() -> Iterator[None]:
     """Numbers below the smallest normal one are zero. The probabilities of a confident net underflow to such numbers,
     and a product of matrices that holds some takes ten times as long."""
-    before = torch.tensor(1e-40).mul(1.0).item() == 0.0  # torch cannot tell; this number is subnormal
+    before = sys.float_info.min / 2 == 0.0  # torch cannot tell whether it is set; the half of the smallest normal can
     torch.set_flush_denormal(True)
     try:
         yield

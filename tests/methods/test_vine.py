@@ -61,12 +61,15 @@ def close(found: Tensor, expected: Tensor, tolerance: float = 1e-10) -> None:
     torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("options", [{}, {"two_stream": False}, {"norm": "per_tensor"}, {"lam": 0.0}])
+@pytest.mark.parametrize(
+    "options", [{}, {"two_stream": False}, {"norm": "per_tensor"}, {"lam": 0.0}, {"extra_init": "copy"}]
+)
 def test_with_all_clients_it_is_redgrape_without_real_data(options: dict[str, Any]) -> None:
     """All clients sampled, no correction, T = inf: the same model to rounding, and G is the sum of the prototypes."""
     theirs = trained(RedGrape(threshold=float("inf"), **SMALL, **options))
     for memory in (True, False):
-        for ours, other in zip(trained(Vine(memory=memory, **AS_REDGRAPE, **SMALL, **options)), theirs, strict=True):
+        vine = Vine(memory=memory, **{**AS_REDGRAPE, **SMALL, **options})
+        for ours, other in zip(trained(vine), theirs, strict=True):
             for name, t in other.server["model"].items():
                 close(ours.server["model"][name], t)
             for name, table in other.server["prototypes"].items():
