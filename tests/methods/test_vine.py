@@ -12,12 +12,13 @@ import torch
 from torch import Tensor, nn
 
 import redgrape as rg
-from redgrape import tree
+from redgrape import methods, tree
 from redgrape.determinism import same_bits_everywhere
 from redgrape.engines import ClientHalf
 from redgrape.engines.in_process import InProcess
 from redgrape.errors import ConfigError
 from redgrape.method import ServerSite
+from redgrape.methods.balanced_softmax import BalancedSoftmax
 from redgrape.methods.redgrape import RedGrape
 from redgrape.methods.vine import Balance, Vine
 from redgrape.rounds import exchanged, first_state
@@ -134,9 +135,9 @@ def _linear(classes: int) -> rg.Net:
 
 
 @pytest.mark.parametrize("margin", [0.0, 0.5])
-def test_classes_with_few_holders_are_left_out_by_everybody(margin: float) -> None:
-    """Class 3 is held by two of the five clients. From three on, G knows nothing of it: its row is zero, so nothing
-    pulls it up or down, and the other rows are those of a softmax without it."""
+def test_classes_with_few_holders_have_no_part_in_the_sum(margin: float) -> None:
+    """Class 3 is held by two of the five clients. From three on, G knows nothing of it: its row is zero, and the other
+    rows are those of a softmax without it."""
     kept, left = (trained(Vine(min_holders=n, margin=margin, **SMALL)) for n in (1, 3))
     assert kept[-1].server["class_weights"].tolist() == pytest.approx([1 / 4, 1 / 4, 1 / 3, 1 / 2])
     assert left[-1].server["class_weights"].tolist() == pytest.approx([1 / 4, 1 / 4, 1 / 3, 0.0])
@@ -144,6 +145,60 @@ def test_classes_with_few_holders_are_left_out_by_everybody(margin: float) -> No
     for g in left[-1].server["G"].values():
         close(g[3], torch.zeros_like(g[3]), 0)
     close(left[-1].server["G"]["bias"].sum(), torch.tensor(0.0, dtype=torch.float64))
+
+
+def test_what_clients_send_of_a_class_at_home_is_nothing() -> None:
+    """In round 1 the summed gradient is the same whatever the examples of class 3 are."""
+    sent = []
+    for shift in (0.0, 100.0):
+        data = federation()
+        data.train.x[data.train.y == 3] += shift
+        with Training(Vine(min_holders=3, **SMALL), data, net, rounds=1, seed=4) as training:
+            (step,) = training.steps()
+        sent.append(step.state.server["G"])
+    assert tree.equal(*sent)
+
+
+def test_the_training_logit_of_a_class_at_home_gets_its_prior() -> None:
+    """By hand: there are 30, 18, 12 and 3 examples. Class 3 stays at home: log 3 less the mean of log 30, 18 and 12;
+    the total cancels. With two streams W gets half, so it is doubled. The other classes get nothing."""
+    expected = math.log(3) - (math.log(30) + math.log(18) + math.log(12)) / 3
+    for two_stream, times in ((False, 1), (True, 2)):
+        (state,) = trained(Vine(min_holders=3, two_stream=two_stream, **SMALL), rounds=1)
+        assert state.server["home"].tolist() == pytest.approx([0, 0, 0, times * expected])
+    assert "home" not in trained(Vine(**SMALL), rounds=1)[-1].server
+
+
+def test_streams_differ_by_the_pull_of_the_shared_classes_alone() -> None:
+    """W and W_hat get the same gradient but for the pull along G. So their difference, which a server sees in a sum
+    too, has nothing of a class at home: its row is zero. A pull by that class would show its own gradient there."""
+    method = Vine(min_holders=3, **SMALL)
+    states = trained(method)
+    half = ClientHalf(method, federation(), net, 4, 6, torch.device("cpu"))
+    broadcast = method.broadcast(states[-1].server)
+    for k in range(len(SIZES)):
+        update = half.run(k, broadcast, states[-1].clients[k], 6).update
+        for name in ("weight", "bias"):
+            apart = update["delta"][f"classifier.{name}"] - update["delta_W_hat"][name]
+            close(apart[3], torch.zeros_like(apart[3]), 1e-14)
+            assert float(apart[:3].abs().max()) > 1e-6
+
+
+def test_if_all_classes_stay_at_home_the_loss_is_balanced_softmax() -> None:
+    """Without a pull and with one stream nothing else is left."""
+    vine = trained(Vine(min_holders=100, lam=0.0, two_stream=False, **SMALL))[-1]
+    for name, t in trained(BalancedSoftmax(**SMALL))[-1].server["model"].items():
+        close(vine.server["model"][name], t)
+
+
+def test_a_loss_of_a_combination_replaces_the_prior_of_classes_at_home() -> None:
+    """Balanced softmax has the prior of all classes; twice would be too much."""
+    z, y = torch.randn(5, C, dtype=torch.float64), torch.tensor([0, 1, 2, 3, 3])
+    method = methods.load("vine+balanced_softmax")(min_holders=3, **SMALL)
+    (state,) = trained(method, rounds=1)
+    pi = torch.tensor([30.0, 18, 12, 3], dtype=torch.float64) / 63
+    loss = method.criterion(method.broadcast(state.server), _site())(z, y)
+    close(loss, nn.functional.cross_entropy(z + pi.log(), y))
 
 
 def test_a_margin_is_the_gradient_of_logit_adjusted_losses() -> None:

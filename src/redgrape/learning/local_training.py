@@ -45,6 +45,12 @@ def stackable(function: F) -> F:
     return function
 
 
+def replaceable(function: F) -> F:
+    """Mark a `criterion` of a whole method that the loss of a combination may replace."""
+    function.replaceable = True  # type: ignore[attr-defined]  # a function takes any attribute
+    return function
+
+
 def holds_for_stacks(method: LocalTraining) -> bool:
     """Whether everything that runs at a client is `stackable`. An override must be marked again."""
     run = [getattr(method, name) for name in ("client_update", "criterion", "regulariser") if hasattr(method, name)]

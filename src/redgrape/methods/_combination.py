@@ -49,7 +49,8 @@ def combined(named: dict[str, type[Method]]) -> type[Method]:
             refused = f"'{name}' cannot be combined with '{ingredient}'"
             if not _takes(method, called):
                 raise ConfigError(f"{refused}: its training takes no {choice}")
-            if overridden and getattr(method, overridden) is not getattr(_fedavg(), overridden):
+            own = getattr(method, overridden, None)
+            if own is not getattr(_fedavg(), overridden, None) and not getattr(own, "replaceable", False):
                 raise ConfigError(f"{refused}: it has a {choice} of its own")
     ingredients = [parts[name] for name in chosen.values()]
     _check_fields({**{chosen[method.ingredient]: method for method in ingredients}, **whole})

@@ -4,7 +4,7 @@ This method is ours. With threshold T = inf, RedGrape's Eq. (11) uses only the *
 table of classes is sent: each client sends one matrix of the classifier's size, and the server adds up the changes. In
 a secure sum nobody sees the gradient of a single class or client. H_c clients hold class c.
 
-    survey  H_c and the class counts, secure sums; a class with H_c < min_holders is left out
+    survey  H_c and the class counts, secure sums. A class with H_c < min_holders stays at home: G knows nothing of it
     server  sends theta^{t-1} and G
     client  1  M_k <- sum_i m_{y_i} (p_i - e_{y_i}) [h_i; 1]^T / (H_{y_i} n_{k,y_i}) at the received model: its part of
                the sum over the classes of the mean over their holders. p_i = softmax(z_i + log m), m = pi^tau with tau
@@ -12,7 +12,9 @@ a secure sum nobody sees the gradient of a single class or client. H_c clients h
             2  for each local step, with W_hat beside W as in RedGrape; W_hat starts as a copy of W:
                   g_bal <- G / C [ + 1/C sum_{c in L_bal} m_c (grad_c(D_bal; now) - grad_c(D_bal; received)) ]
                   W <- W - eta_l [ g_local + lambda g_bal ||mean g_local|| / ||g_bal|| ]         RedGrape's Eq. (12)
-               mean g_local: of the round so far; a batch's own is mostly noise, and the pull would be too long
+               mean g_local: of the round so far; a batch's own is mostly noise, and the pull would be too long.
+               The training logit of a class at home gets 2 (log pi_c - mean_j log pi_j), j over the other classes: the
+               loss sees W + W_hat, so W gets half of it
             3  sends theta_k - theta^{t-1}, n_k and M_k - S_k, and adds that to S_k, what it has sent so far
     server  G <- G + sum of what arrived: the sum of all clients' latest M_k, whoever was sampled
 
@@ -23,7 +25,7 @@ precision. S_k is what arrived, so G carries only the rounding of each client's 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Literal, Self
 
 import torch
@@ -35,6 +37,7 @@ from redgrape.exchange import Direction, Parts, Received, Sum
 from redgrape.learning import classifier, rebalancing
 from redgrape.learning.class_draws import balanced
 from redgrape.learning.features import features
+from redgrape.learning.local_training import replaceable
 from redgrape.learning.margins import LEFT_OUT
 from redgrape.learning.prior import log_prior
 from redgrape.learning.schedule import Schedule, decay
@@ -56,7 +59,7 @@ class Vine(FedAvg):
         "holders", description="weights within a class: 1 / H_c, by examples, or 1 / K, which needs no survey"
     )
     margin: float = Field(0.5, ge=0, le=1, description="tau: 0 re-weights classes, 1 adds log pi to the logits of M_k")
-    min_holders: int = Field(1, ge=1, le=10**6, description="leave out a class that fewer clients hold")
+    min_holders: int = Field(1, ge=1, le=10**6, description="a class that fewer clients hold has no part in G")
     correction: Literal["none", "real"] = Field("none", description="follow own examples of a class within a round")
     threshold: int = Field(8, ge=1, le=10**9, description="T: examples of a class that the correction uses")
     norm: rebalancing.Norm = Field("joint", description="one ratio for weight and bias, or one for each")
@@ -95,30 +98,30 @@ class Vine(FedAvg):
         if self.weights == "alike":
             return {}
         held = {"holders": (site.class_counts > 0).long()}
-        counted = self.weights == "counts" or self.margin > 0
+        counted = self.weights == "counts" or self.margin > 0 or self.min_holders > 1
         return held | ({"class_counts": site.class_counts} if counted else {})
 
     def init_server(self, model: Tensors, site: ServerSite) -> Tree:
         W = classifier.of(model)
-        if self.weights == "alike":
-            weights = torch.full((site.num_classes,), 1 / site.num_clients, dtype=torch.float64)
-        else:
-            holders = site.survey["holders"]
-            number = holders if self.weights == "holders" else site.survey["class_counts"]
-            weights = torch.where(holders >= self.min_holders, 1 / number.double().clamp(min=1), 0.0)
+        holders = site.survey.get("holders", torch.full((site.num_classes,), site.num_clients))
+        number = site.survey["class_counts"] if self.weights == "counts" else holders
+        weights = torch.where(holders >= self.min_holders, 1 / number.double().clamp(min=1), 0.0)
         server: dict[str, Any] = {"model": model, "G": _zeros(W), "class_weights": weights}
         if self.margin or self.min_holders > 1:
-            counts = site.survey["class_counts"] if self.margin else torch.ones_like(weights)
-            tau_log_pi = torch.where(weights > 0, self.margin * log_prior(counts), LEFT_OUT)
-            kept = (weights > 0).double().sum().clamp(min=1)
-            server["margin"] = tau_log_pi - (tau_log_pi.logsumexp(0) - kept.log())  # the mean of pi^tau is 1
+            log_pi, shared = log_prior(site.survey["class_counts"]), weights > 0
+            number_shared = shared.double().sum().clamp(min=1)
+            tau_log_pi = torch.where(shared, self.margin * log_pi, LEFT_OUT)
+            server["margin"] = tau_log_pi - (tau_log_pi.logsumexp(0) - number_shared.log())  # the mean of pi^tau is 1
+        if self.min_holders > 1:
+            usual, streams = (log_pi * shared).sum() / number_shared, 2 if self.two_stream else 1
+            server["home"] = torch.where((holders > 0) & ~shared, streams * (log_pi - usual), 0.0)
         if self.two_stream:
             server["W_hat"] = classifier.first(W, self.extra_init, site.generator("W_hat"))
         return server
 
     def broadcast(self, server: Tree) -> Tree:
         dtype = server["model"]["classifier.weight"].dtype
-        sent = {name: server[name] for name in ("model", "class_weights", "margin") if name in server}
+        sent = {name: server[name] for name in ("model", "class_weights", "margin", "home") if name in server}
         sent["G"] = {name: g.to(dtype) for name, g in server["G"].items()}
         return sent | ({"W_hat": server["W_hat"]} if self.two_stream else {})
 
@@ -159,6 +162,14 @@ class Vine(FedAvg):
         batches = classifier.encoded(net, site, torch.arange(len(site.data)))
         gradient = classifier.weighted_gradient(net.classifier, batches, weights, margin)
         return {name: g.cpu() for name, g in gradient.items()}
+
+    @replaceable
+    def criterion(self, broadcast: Tree, site: ClientSite) -> Callable[[Tensor, Tensor], Tensor]:
+        plain = super().criterion(broadcast, site)
+        if "home" not in broadcast:
+            return plain
+        shift = broadcast["home"].to(site.device)
+        return lambda z, y: plain(z + shift.to(z.dtype), y)
 
     def server_update(self, server: Tree, received: Received, site: ServerSite) -> Tree:
         total = received.total("gradient")
