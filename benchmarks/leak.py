@@ -18,7 +18,8 @@ rounds 2 and 4 all ten, in round 3 the victim's and two others. The server knows
 
     ratio       row c of the classifier's gradient, divided by its bias
     unmixed     the same, after the gradients of the other examples were subtracted: mean class gradients on the
-                server's own data, in the amounts that Vine's weights give, or else those that fit best (>= 0)
+                server's own data, in the amounts that Vine's weights give, or else those that fit best (>= 0). Those of
+                an update are at the classifier that its loss sees: W + W_hat of Vine, with the prior of the loss
     fit         as below, for the class rows of two or three sites
 
 The attack with most near guesses counts. `no message` guesses the mean of the class in the server's own data.
@@ -67,6 +68,7 @@ from redgrape.exchange import Exchange
 from redgrape.learning.classifier import class_mean_gradients, residual
 from redgrape.learning.features import features
 from redgrape.method import Method, ServerSite
+from redgrape.methods.balanced_softmax import BalancedSoftmax
 from redgrape.methods.fedavg import FedAvg
 from redgrape.methods.redgrape import RedGrape
 from redgrape.methods.vine import Vine
@@ -134,6 +136,12 @@ class SumCase:
     name: str
     method: Method
     part: str
+    held: int = 1  # examples of the victim's class at its site
+
+    @property
+    def of_update(self) -> bool:
+        """The classifier's change in training, not a gradient at the received model."""
+        return self.part.startswith("delta")
 
 
 VINE = {"epochs": 1, "lr": 0.02}
@@ -143,6 +151,10 @@ SUMS = [
     SumCase("Vine", Vine(**VINE), "gradient"),
     SumCase("Vine, stateless", Vine(memory=False, **VINE), "gradient"),
     SumCase("Vine, min_holders 3", Vine(min_holders=3, **VINE), "gradient"),
+    SumCase("Vine, min_holders 3, W_hat", Vine(min_holders=3, **VINE), "delta_W_hat"),
+    SumCase("Vine, min_holders 3, min_examples 1, W_hat", Vine(min_holders=3, min_examples=1, **VINE), "delta_W_hat"),
+    SumCase("Vine, min_holders 3, W_hat; one of 8, 20 victims", Vine(min_holders=3, **VINE), "delta_W_hat", 8),
+    SumCase("balanced softmax", BalancedSoftmax(**VINE), "delta"),
 ]
 HOLDERS = (1, 2, 3, 8)
 SITES, OWN = 10, 20
@@ -163,7 +175,7 @@ def ratio(prototype: Tensors, c: int) -> Tensor:
     return prototype["weight"][c] / prototype["bias"][c]
 
 
-def fit(prototype: Tensors, c: int, W: nn.Linear, n: int, starts: int, seed: int) -> Tensor:
+def fit(prototype: Tensors, c: int, W: nn.Linear, n: int, starts: int, seed: int, steps: int = 20_000) -> Tensor:
     """n feature vectors h = M V in the row space V of the prototype, whose residuals R = softmax(W h + b) - e_c give
     its columns: (1/n) R^T [M, 1] = [U S, bias]. M is n x r, so these are n r unknowns in C (r + 1) equations."""
     G = prototype["weight"].double().numpy()
@@ -188,14 +200,14 @@ def fit(prototype: Tensors, c: int, W: nn.Linear, n: int, starts: int, seed: int
     best: Any = None
     for _ in range(starts):
         start = (mean + 0.5 * spread * random.normal(size=(n, r))).ravel()
-        found = least_squares(misfit, start, method="lm", max_nfev=20_000)
+        found = least_squares(misfit, start, method="lm", max_nfev=steps)
         best = found if best is None or found.cost < best.cost else best
         if best.cost < 1e-12 * (wanted**2).sum():
             break
     return torch.from_numpy(best.x.reshape(n, r) @ V).float()
 
 
-def sites_around(pool: rg.Examples, victim: int, holders: int) -> tuple[list[rg.Examples], rg.Examples]:
+def sites_around(pool: rg.Examples, victim: int, holders: int, held: int) -> tuple[list[rg.Examples], rg.Examples]:
     """The sites, the victim's first, and the server's own data: what is left of the pool."""
     c, labels = int(pool.labels[victim]), pool.labels.numpy()
     random = determinism.numpy_stream(0, "sites", victim)
@@ -203,7 +215,8 @@ def sites_around(pool: rg.Examples, victim: int, holders: int) -> tuple[list[rg.
     rest = random.permutation(np.flatnonzero(labels != c))[: SITES * OWN]
     place = random.permutation(10)
     shards = np.split(rest[np.argsort(place[labels[rest]], kind="stable")], SITES)  # one or two classes in each
-    sites = [[*same[k : k + 1], *shard] if k < holders else list(shard) for k, shard in enumerate(shards)]
+    of_class = [same[:held], *([i] for i in same[held : held + holders - 1]), *([] for _ in range(SITES - holders))]
+    sites = [[*mine, *shard] for mine, shard in zip(of_class, shards, strict=True)]
     left = np.setdiff1d(np.arange(len(pool)), np.concatenate(sites))
     return [pool.take([int(i) for i in site]) for site in sites], pool.take(left.tolist())
 
@@ -221,18 +234,29 @@ def observed(case: SumCase, model: Tensors, build: Any, sites: Sequence[rg.Examp
         found = {k: half.run(k, broadcast, states.get(k), t) for k in clients}
         updates = {k: answer.update for k, answer in found.items()}
         states |= {k: answer.state for k, answer in found.items()}
-        seen.append((broadcast["model"], {k: half.summand(k, broadcast, u, t) for k, u in updates.items()}))
+        attacked = trained_by(broadcast) if case.of_update else broadcast["model"]
+        seen.append((attacked, {k: half.summand(k, broadcast, u, t) for k, u in updates.items()}))
         received = exchange.receive(updates, method.parts(broadcast["model"], site), site)
         server = tree.ordered(method.server_update(server, received, replace(site, round=t)))
     return seen
 
 
+def trained_by(broadcast: Tree) -> Tensors:
+    """The model with the classifier that the training loss sees: both streams of Vine, with the loss's prior."""
+    model = dict(broadcast["model"])
+    for name, t in broadcast.get("W_hat", {}).items():
+        model[f"classifier.{name}"] = model[f"classifier.{name}"] + t
+    shift = broadcast["prior"].log() if "prior" in broadcast else broadcast.get("home", 0)
+    model["classifier.bias"] = model["classifier.bias"] + shift
+    return model
+
+
 def gradient(case: SumCase, summand: Any, c: int) -> NDArray[np.float64]:
     """The classifier's gradient [C, d + 1] in a message: of class c alone, or of all examples."""
     group, sign = summand[case.part], 1.0
-    if case.part == "delta":  # with one local step, n delta = -lr times the sum over the examples
+    if case.of_update:  # with one local step, n delta = -lr times the sum over the examples
         sign = -1 / FEDAVG.lr
-        group = {name: group[f"classifier.{name}"] for name in ("weight", "bias")}
+        group = {name.removeprefix("classifier."): t for name, t in group.items()}
     weight, bias = (group[n][c] if case.part == "prototypes" else group[n] for n in ("weight", "bias"))
     return sign * torch.cat([weight, bias[:, None]], dim=1).double().numpy()
 
@@ -240,7 +264,7 @@ def gradient(case: SumCase, summand: Any, c: int) -> NDArray[np.float64]:
 def seen_in(case: SumCase, seen: Sequence[tuple[Tensors, Any]], view: str, c: int) -> list[NDArray[np.float64]]:
     """The gradients that the server has in each round of a view."""
     sums = [sum(gradient(case, s, c) for s in summands.values()) for _, summands in seen]
-    running = isinstance(case.method, Vine) and case.method.memory
+    running = case.part == "gradient" and case.method.memory  # type: ignore[attr-defined]  # only Vine sends one
     if view == "single":
         return [gradient(case, seen[1][1][0], c)]
     if view == "difference":
@@ -255,7 +279,7 @@ def attack_sums(
 ) -> dict[tuple[str, str], Guess]:
     """The guess and the victim's features, by view and attack."""
     c = int(pool.labels[victim])
-    sites, known = sites_around(pool, victim, holders)
+    sites, known = sites_around(pool, victim, holders, case.held)
     seen = observed(case, model, build, sites)
     nets_seen = [loaded(build, sent) for sent, _ in seen]
     found: dict[tuple[str, str], Guess] = {}
@@ -264,12 +288,15 @@ def attack_sums(
         for t, A in zip(rounds, seen_in(case, seen, view, c), strict=True):
             guesses.setdefault("ratio", []).append(by_bias(A, c))
             if case.part != "prototypes":
-                shares = shares_of(case, A, class_gradients(nets_seen[t], known), view, c, holders)
-                guesses.setdefault("unmixed", []).append(by_bias(A - shares, c))
-            elif view in ("sum", "few") and 1 < (n := min(holders, len(ROUNDS[t]))) <= 3:
-                W = nets_seen[t].classifier
-                made = {"weight": torch.from_numpy(A[:, :-1] / n), "bias": torch.from_numpy(A[:, -1] / n)}
-                fitted, h = fit(made, c, W, n, 5, victim), encoded(nets_seen[t], pool.take([victim]))[0]
+                rest = A - shares_of(case, A, class_gradients(nets_seen[t], known), view, c, holders)
+                guesses.setdefault("unmixed", []).append(by_bias(rest, c))
+            n = case.held if case.of_update else min(holders, len(ROUNDS[t])) if view in ("sum", "few") else 1
+            if 1 < n <= 3 or case.held > 1:
+                W, R = nets_seen[t].classifier, rest if case.of_update else A
+                made = {"weight": torch.from_numpy(R[:, :-1] / n), "bias": torch.from_numpy(R[:, -1] / n)}
+                starts, steps = (5, 20_000) if n <= 3 else (1, 3_000)
+                fitted = fit(made, c, W, n, starts, victim, steps)
+                h = encoded(nets_seen[t], pool.take([victim]))[0]
                 guesses.setdefault("fit", []).append(fitted[(fitted - h).norm(dim=1).argmin()])
         h = torch.stack([encoded(nets_seen[t], pool.take([victim]))[0] for t in rounds]).mean(dim=0)
         found |= {(view, name): (torch.stack(each).mean(dim=0), h) for name, each in guesses.items()}
@@ -294,10 +321,10 @@ def shares_of(
 ) -> NDArray[np.float64]:
     """What all other examples have added to A, as far as the server can tell: sum_c a_c E_c."""
     a = np.ones(10)
-    if view != "sum" or not isinstance(case.method, Vine):
+    if view != "sum" or case.of_update:
         a, _ = nnls(E.reshape(10, -1).T, A.ravel())
     a[c] *= (holders - 1) / holders if view == "sum" else 0.0
-    if isinstance(case.method, Vine) and holders < case.method.min_holders:
+    if case.part == "gradient" and holders < case.method.min_holders:  # type: ignore[attr-defined]
         a[c] = 0.0
     return np.tensordot(a, E, axes=1)
 
@@ -307,9 +334,11 @@ def sums_table(model: Tensors, build: Any, pool: rg.Examples, victims: Sequence[
     print(f"| method | the server sees | {' | '.join(f'H = {H}' for H in HOLDERS)} |")
     print(f"|---|---|{'---|' * len(HOLDERS)}", flush=True)
     for case in SUMS:
-        floor = getattr(case.method, "min_holders", 1)
+        floor = 1 if case.of_update else getattr(case.method, "min_holders", 1)
         holders = [H for H in HOLDERS if floor == 1 or floor > H]  # from the floor on, it is Vine
-        found = {H: [attack_sums(case, model, build, pool, v, H) for v in victims] for H in holders}
+        holders = holders if case.held == 1 else [1]
+        tried = victims if case.held == 1 else victims[:20]  # a fit of eight examples takes seconds
+        found = {H: [attack_sums(case, model, build, pool, v, H) for v in tried] for H in holders}
         for view in (*VIEWS, *(["no message"] if case is SUMS[-1] else [])):
             cells = []
             for H in holders:
@@ -317,7 +346,7 @@ def sums_table(model: Tensors, build: Any, pool: rg.Examples, victims: Sequence[
                 rows += [sum_row(case.name, view, name, H, [each[view, name] for each in found[H]]) for name in names]
                 best = max(rows[-len(names) :], key=lambda r: (r["near"], r["cosine"]))
                 cells.append(f"{best['exact']}, {best['near']}, {best['cosine']:.3f} ({best['attack']})")
-            cells += ["as Vine"] * (len(HOLDERS) - len(cells))
+            cells += ["" if case.of_update else "as Vine"] * (len(HOLDERS) - len(cells))
             print(f"| {case.name} | {view} | {' | '.join(cells)} |", flush=True)
     return rows
 

@@ -153,7 +153,7 @@ def test_what_clients_send_of_a_class_at_home_is_nothing() -> None:
     for shift in (0.0, 100.0):
         data = federation()
         data.train.x[data.train.y == 3] += shift
-        with Training(Vine(min_holders=3, **SMALL), data, net, rounds=1, seed=4) as training:
+        with Training(Vine(min_holders=3, min_examples=1, **SMALL), data, net, rounds=1, seed=4) as training:
             (step,) = training.steps()
         sent.append(step.state.server["G"])
     assert tree.equal(*sent)
@@ -161,10 +161,11 @@ def test_what_clients_send_of_a_class_at_home_is_nothing() -> None:
 
 def test_the_training_logit_of_a_class_at_home_gets_its_prior() -> None:
     """By hand: there are 30, 18, 12 and 3 examples. Class 3 stays at home: log 3 less the mean of log 30, 18 and 12;
-    the total cancels. With two streams W gets half, so it is doubled. The other classes get nothing."""
+    the total cancels. With two streams W gets half, so it is doubled. The other classes get nothing, and class 3 only
+    if three examples are enough."""
     expected = math.log(3) - (math.log(30) + math.log(18) + math.log(12)) / 3
-    for two_stream, times in ((False, 1), (True, 2)):
-        (state,) = trained(Vine(min_holders=3, two_stream=two_stream, **SMALL), rounds=1)
+    for two_stream, enough, times in ((False, 3, 1), (True, 3, 2), (True, 4, 0)):
+        (state,) = trained(Vine(min_holders=3, min_examples=enough, two_stream=two_stream, **SMALL), rounds=1)
         assert state.server["home"].tolist() == pytest.approx([0, 0, 0, times * expected])
     assert "home" not in trained(Vine(**SMALL), rounds=1)[-1].server
 
@@ -172,7 +173,7 @@ def test_the_training_logit_of_a_class_at_home_gets_its_prior() -> None:
 def test_streams_differ_by_the_pull_of_the_shared_classes_alone() -> None:
     """W and W_hat get the same gradient but for the pull along G. So their difference, which a server sees in a sum
     too, has nothing of a class at home: its row is zero. A pull by that class would show its own gradient there."""
-    method = Vine(min_holders=3, **SMALL)
+    method = Vine(min_holders=3, min_examples=1, **SMALL)
     states = trained(method)
     half = ClientHalf(method, federation(), net, 4, 6, torch.device("cpu"))
     broadcast = method.broadcast(states[-1].server)
@@ -186,7 +187,7 @@ def test_streams_differ_by_the_pull_of_the_shared_classes_alone() -> None:
 
 def test_if_all_classes_stay_at_home_the_loss_is_balanced_softmax() -> None:
     """Without a pull and with one stream nothing else is left."""
-    vine = trained(Vine(min_holders=100, lam=0.0, two_stream=False, **SMALL))[-1]
+    vine = trained(Vine(min_holders=100, min_examples=1, lam=0.0, two_stream=False, **SMALL))[-1]
     for name, t in trained(BalancedSoftmax(**SMALL))[-1].server["model"].items():
         close(vine.server["model"][name], t)
 
@@ -194,7 +195,7 @@ def test_if_all_classes_stay_at_home_the_loss_is_balanced_softmax() -> None:
 def test_a_loss_of_a_combination_replaces_the_prior_of_classes_at_home() -> None:
     """Balanced softmax has the prior of all classes; twice would be too much."""
     z, y = torch.randn(5, C, dtype=torch.float64), torch.tensor([0, 1, 2, 3, 3])
-    method = methods.load("vine+balanced_softmax")(min_holders=3, **SMALL)
+    method = methods.load("vine+balanced_softmax")(min_holders=3, min_examples=1, **SMALL)
     (state,) = trained(method, rounds=1)
     pi = torch.tensor([30.0, 18, 12, 3], dtype=torch.float64) / 63
     loss = method.criterion(method.broadcast(state.server), _site())(z, y)

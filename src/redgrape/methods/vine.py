@@ -13,8 +13,8 @@ a secure sum nobody sees the gradient of a single class or client. H_c clients h
                   g_bal <- G / C [ + 1/C sum_{c in L_bal} m_c (grad_c(D_bal; now) - grad_c(D_bal; received)) ]
                   W <- W - eta_l [ g_local + lambda g_bal ||mean g_local|| / ||g_bal|| ]         RedGrape's Eq. (12)
                mean g_local: of the round so far; a batch's own is mostly noise, and the pull would be too long.
-               The training logit of a class at home gets 2 (log pi_c - mean_j log pi_j), j over the other classes: the
-               loss sees W + W_hat, so W gets half of it
+               The training logit of a class at home gets 2 (log pi_c - mean_j log pi_j), j over the shared classes: the
+               loss sees W + W_hat, so W gets half. Not if it has few examples in all: its update would show them
             3  sends theta_k - theta^{t-1}, n_k and M_k - S_k, and adds that to S_k, what it has sent so far
     server  G <- G + sum of what arrived: the sum of all clients' latest M_k, whoever was sampled
 
@@ -60,6 +60,9 @@ class Vine(FedAvg):
     )
     margin: float = Field(0.5, ge=0, le=1, description="tau: 0 re-weights classes, 1 adds log pi to the logits of M_k")
     min_holders: int = Field(1, ge=1, le=10**6, description="a class that fewer clients hold has no part in G")
+    min_examples: int = Field(
+        8, ge=1, le=10**9, description="such a class with fewer examples in all is trained as in FedAvg"
+    )
     correction: Literal["none", "real"] = Field("none", description="follow own examples of a class within a round")
     threshold: int = Field(8, ge=1, le=10**9, description="T: examples of a class that the correction uses")
     norm: rebalancing.Norm = Field("joint", description="one ratio for weight and bias, or one for each")
@@ -114,7 +117,8 @@ class Vine(FedAvg):
             server["margin"] = tau_log_pi - (tau_log_pi.logsumexp(0) - number_shared.log())  # the mean of pi^tau is 1
         if self.min_holders > 1:
             usual, streams = (log_pi * shared).sum() / number_shared, 2 if self.two_stream else 1
-            server["home"] = torch.where((holders > 0) & ~shared, streams * (log_pi - usual), 0.0)
+            at_home = ~shared & (site.survey["class_counts"] >= self.min_examples)
+            server["home"] = torch.where(at_home, streams * (log_pi - usual), 0.0)
         if self.two_stream:
             server["W_hat"] = classifier.first(W, self.extra_init, site.generator("W_hat"))
         return server
