@@ -95,10 +95,10 @@ def draw(table: Table, path: Path) -> None:
             colour = "#8e1b3f" if row == "RedGrape" else run_tables.COOLER[(place - 1) % len(run_tables.COOLER)]
             spreads = [100 * (entry.std or 0.0) for entry in (x, y)]
             label = printed(f"{place}  {row}")
-            axis.errorbar(
-                100 * x.mean, 100 * y.mean, spreads[1], spreads[0], fmt="o", color=colour, markersize=5, label=label
-            )
-            axis.annotate(str(place), (100 * x.mean, 100 * y.mean), (4, 4), textcoords="offset points", fontsize=8)
+            at = 100 * x.mean, 100 * y.mean
+            axis.errorbar(*at, spreads[1], spreads[0], fmt="none", color=colour, elinewidth=1, alpha=0.35)
+            axis.plot(*at, "o", color=colour, markersize=5, label=label)
+            axis.annotate(str(place), at, (4, 4), textcoords="offset points", fontsize=8)
         axis.set_title(", ".join(column), fontsize=10)
         axis.set_xlabel(f"{table.on} accuracy, overall, %")
         axis.set_ylabel(f"{table.on} accuracy, tail, %")
