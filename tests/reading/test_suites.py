@@ -1101,12 +1101,15 @@ def standing(
     return Standing(cell, RunView(Path("somewhere"), {"rounds": rounds}, None, metrics, summary))
 
 
-def written(name: str, accuracies: dict[str, list[float | None]], **options: Any) -> tables.Table:
-    """A table of these accuracies by row, a seed each."""
+def written(
+    name: str, accuracies: dict[str, list[float | None]], brief: dict[str, int] | None = None, **options: Any
+) -> tables.Table:
+    """A table of these accuracies by row, a seed each. `brief`: rows with another number of rounds."""
     rules = [
         description.Rule(when={"variant": row}, set={"method": {"lr": 0.01 * (i + 1)}})
         for i, row in enumerate(accuracies)
     ]
+    rules += [description.Rule(when={"variant": row}, set={"rounds": n}) for row, n in (brief or {}).items()]
     suite = Suite(
         name=name,
         title="By hand",
@@ -1159,6 +1162,9 @@ def test_notes_tell_short_runs_and_rising_ones() -> None:
     assert note == "still learning at the end, up by more than a point in the last rounds: 6 of 6 runs"
     (note,) = written("n", {"A": three, "B": three}, rounds=19).notes
     assert note == "too short to compare methods: 19 rounds"
+    assert written("n", {"A": three, "B": three}, brief={"B": 2}).notes == []  # a head from sums
+    (note,) = written("n", {"A": three, "B": three}, brief={"B": 3}).notes
+    assert note == "too short to compare methods: 3 rounds"
 
 
 def test_nothing_is_bold_where_nothing_is_better() -> None:

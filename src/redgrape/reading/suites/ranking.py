@@ -49,10 +49,13 @@ def block(table: Table, column: tuple[str, ...], style: Style) -> Block:
 def _cost(standings: list[Standing]) -> list[str]:
     """Megabytes to and from all clients, and seconds, of a run: means over seeds."""
     outside = any(baseline(s.cell.experiment.resolved()) for s in standings)
-    sent = [
-        DASH if outside else _mean(standings, name, lambda n: f"{n / 1e6:.3g}") for name in ("bytes_down", "bytes_up")
-    ]
+    sent = [DASH if outside else _mean(standings, name, _megabytes) for name in ("bytes_down", "bytes_up")]
     return [*sent, _mean(standings, "seconds", lambda n: f"{n:.0f}")]
+
+
+def _megabytes(n: float) -> str:
+    """Three digits, and no exponent."""
+    return f"{n / 1e6:,.0f}" if n >= 1e9 else f"{n / 1e6:.3g}"
 
 
 def _mean(standings: list[Standing], name: str, written: Callable[[float], str]) -> str:

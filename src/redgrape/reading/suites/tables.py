@@ -155,7 +155,8 @@ def _notes(standings: Sequence[Standing], on: str) -> list[str]:
     notes = []
     if finished:
         rounds = {s.cell.experiment.rounds for s in finished}
-        trained = rounds - {1} or rounds  # a head from sums, without training, is complete after one round
+        # A head from sums is complete after one round, or after two if it is chosen on held-out examples.
+        trained = {number for number in rounds if number > 2} or rounds - {1} or rounds
         short = sorted(number for number in trained if number < TOO_SHORT)
         if short:
             notes.append(f"too short to compare methods: {_list(short)} rounds")
