@@ -207,7 +207,7 @@ def fit(prototype: Tensors, c: int, W: nn.Linear, n: int, starts: int, seed: int
     return torch.from_numpy(best.x.reshape(n, r) @ V).float()
 
 
-def sites_around(pool: rg.Examples, victim: int, holders: int, held: int) -> tuple[list[rg.Examples], rg.Examples]:
+def sites_around(pool: rg.Examples, victim: int, holders: int, held: int = 1) -> tuple[list[rg.Examples], rg.Examples]:
     """The sites, the victim's first, and the server's own data: what is left of the pool."""
     c, labels = int(pool.labels[victim]), pool.labels.numpy()
     random = determinism.numpy_stream(0, "sites", victim)

@@ -161,35 +161,54 @@ def test_what_clients_send_of_a_class_at_home_is_nothing() -> None:
 
 def test_the_training_logit_of_a_class_at_home_gets_its_prior() -> None:
     """By hand: there are 30, 18, 12 and 3 examples. Class 3 stays at home: log 3 less the mean of log 30, 18 and 12;
-    the total cancels. With two streams W gets half, so it is doubled. The other classes get nothing, and class 3 only
-    if three examples are enough."""
-    expected = math.log(3) - (math.log(30) + math.log(18) + math.log(12)) / 3
-    for two_stream, enough, times in ((False, 3, 1), (True, 3, 2), (True, 4, 0)):
-        (state,) = trained(Vine(min_holders=3, min_examples=enough, two_stream=two_stream, **SMALL), rounds=1)
-        assert state.server["home"].tolist() == pytest.approx([0, 0, 0, times * expected])
+    the total cancels. The other classes get nothing. Client 1 has one example of it, client 4 has two, the others
+    none: below `min_examples` a holder adds nothing."""
+    shift = math.log(3) - (math.log(30) + math.log(18) + math.log(12)) / 3
+    method = Vine(min_holders=3, min_examples=2, **SMALL)
+    (state,) = trained(method, rounds=1)
+    assert state.server["home"].tolist() == pytest.approx([0, 0, 0, shift])
+    half = ClientHalf(method, federation(), net, 4, 1, torch.device("cpu"))
+    z, y = torch.randn(5, C, dtype=torch.float64), torch.tensor([0, 1, 2, 3, 3])
+    for k, times in ((1, 0), (4, 1), (2, 1)):
+        expected = nn.functional.cross_entropy(z + times * torch.tensor([0, 0, 0, shift]), y)
+        close(method.criterion(method.broadcast(state.server), half.site(k, 1))(z, y), expected)
     assert "home" not in trained(Vine(**SMALL), rounds=1)[-1].server
 
 
-def test_streams_differ_by_the_pull_of_the_shared_classes_alone() -> None:
-    """W and W_hat get the same gradient but for the pull along G. So their difference, which a server sees in a sum
-    too, has nothing of a class at home: its row is zero. A pull by that class would show its own gradient there."""
-    method = Vine(min_holders=3, min_examples=1, **SMALL)
-    states = trained(method)
-    half = ClientHalf(method, federation(), net, 4, 6, torch.device("cpu"))
-    broadcast = method.broadcast(states[-1].server)
-    for k in range(len(SIZES)):
-        update = half.run(k, broadcast, states[-1].clients[k], 6).update
-        for name in ("weight", "bias"):
-            apart = update["delta"][f"classifier.{name}"] - update["delta_W_hat"][name]
-            close(apart[3], torch.zeros_like(apart[3]), 1e-14)
-            assert float(apart[:3].abs().max()) > 1e-6
+def test_a_class_at_home_has_one_stream() -> None:
+    """Its row of W_hat is zero in every round, so that W alone has its whole logit; G has no part in it."""
+    for state in trained(Vine(min_holders=3, min_examples=1, **SMALL)):
+        for t in state.server["W_hat"].values():
+            close(t[3], torch.zeros_like(t[3]), 0)
+            assert bool(t[:3].any())
 
 
-def test_if_all_classes_stay_at_home_the_loss_is_balanced_softmax() -> None:
-    """Without a pull and with one stream nothing else is left."""
-    vine = trained(Vine(min_holders=100, min_examples=1, lam=0.0, two_stream=False, **SMALL))[-1]
+@pytest.mark.parametrize("two_stream", [True, False])
+def test_if_all_classes_stay_at_home_it_is_balanced_softmax(two_stream: bool) -> None:
+    vine = trained(Vine(min_holders=100, min_examples=1, two_stream=two_stream, **SMALL))[-1]
     for name, t in trained(BalancedSoftmax(**SMALL))[-1].server["model"].items():
         close(vine.server["model"][name], t)
+
+
+def test_overlapping_classes_stay_balanced_if_the_rarest_stays_at_home() -> None:
+    """Three Gaussians with 600, 120 and 24 examples, of which one site holds the last. A prior too strong would lose
+    the first class, one too weak the last: each keeps a third of its test examples."""
+    stream = np.random.default_rng(0)
+
+    def draw(row: list[int]) -> rg.Examples:
+        y = np.repeat(np.arange(3), row)
+        return rg.Examples(np.array([[0, 0], [1.2, 0], [0, 1.2]])[y] + stream.normal(size=(len(y), 2)), y)
+
+    def build() -> rg.Net:
+        torch.manual_seed(0)
+        return rg.Net(nn.Identity(), nn.Linear(2, 3)).double()
+
+    data = rg.Federation([draw([200, 40, 0]), draw([200, 40, 0]), draw([200, 40, 24])], draw([300] * 3), 3)
+    method = Vine(min_holders=3, lr=0.1, batch_size=1000, epochs=1)
+    model = build()
+    model.load_state_dict(rg.train(method, data, build, rounds=150).server["model"])
+    right = model(data.test.x).argmax(dim=1) == data.test.y
+    assert min(float(right[data.test.y == c].double().mean()) for c in range(3)) > 1 / 3
 
 
 def test_a_loss_of_a_combination_replaces_the_prior_of_classes_at_home() -> None:

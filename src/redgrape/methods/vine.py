@@ -13,8 +13,8 @@ a secure sum nobody sees the gradient of a single class or client. H_c clients h
                   g_bal <- G / C [ + 1/C sum_{c in L_bal} m_c (grad_c(D_bal; now) - grad_c(D_bal; received)) ]
                   W <- W - eta_l [ g_local + lambda g_bal ||mean g_local|| / ||g_bal|| ]         RedGrape's Eq. (12)
                mean g_local: of the round so far; a batch's own is mostly noise, and the pull would be too long.
-               The training logit of a class at home gets 2 (log pi_c - mean_j log pi_j), j over the shared classes: the
-               loss sees W + W_hat, so W gets half. Not if it has few examples in all: its update would show them
+               A class at home has no row in W_hat, and its training logit gets log pi_c - mean_j log pi_j, j over the
+               shared classes: it is trained by balanced softmax. Not where a holder has few examples of it
             3  sends theta_k - theta^{t-1}, n_k and M_k - S_k, and adds that to S_k, what it has sent so far
     server  G <- G + sum of what arrived: the sum of all clients' latest M_k, whoever was sampled
 
@@ -30,7 +30,7 @@ from typing import Any, ClassVar, Literal, Self
 
 import torch
 from pydantic import Field, model_validator
-from torch import Tensor
+from torch import Tensor, nn
 
 from redgrape import tree
 from redgrape.exchange import Direction, Parts, Received, Sum
@@ -61,7 +61,7 @@ class Vine(FedAvg):
     margin: float = Field(0.5, ge=0, le=1, description="tau: 0 re-weights classes, 1 adds log pi to the logits of M_k")
     min_holders: int = Field(1, ge=1, le=10**6, description="a class that fewer clients hold has no part in G")
     min_examples: int = Field(
-        8, ge=1, le=10**9, description="such a class with fewer examples in all is trained as in FedAvg"
+        8, ge=1, le=10**9, description="a client with fewer examples of such a class trains it without the prior"
     )
     correction: Literal["none", "real"] = Field("none", description="follow own examples of a class within a round")
     threshold: int = Field(8, ge=1, le=10**9, description="T: examples of a class that the correction uses")
@@ -116,11 +116,11 @@ class Vine(FedAvg):
             tau_log_pi = torch.where(shared, self.margin * log_pi, LEFT_OUT)
             server["margin"] = tau_log_pi - (tau_log_pi.logsumexp(0) - number_shared.log())  # the mean of pi^tau is 1
         if self.min_holders > 1:
-            usual, streams = (log_pi * shared).sum() / number_shared, 2 if self.two_stream else 1
-            at_home = ~shared & (site.survey["class_counts"] >= self.min_examples)
-            server["home"] = torch.where(at_home, streams * (log_pi - usual), 0.0)
+            usual = (log_pi * shared).sum() / number_shared
+            server["home"] = torch.where((holders > 0) & ~shared, log_pi - usual, 0.0)
         if self.two_stream:
-            server["W_hat"] = classifier.first(W, self.extra_init, site.generator("W_hat"))
+            W_hat = classifier.first(W, self.extra_init, site.generator("W_hat"))
+            server["W_hat"] = W_hat if self.min_holders == 1 else _rows(W_hat, weights > 0)
         return server
 
     def broadcast(self, server: Tree) -> Tree:
@@ -147,6 +147,8 @@ class Vine(FedAvg):
             loss.backward()
             for name, g in balance.pull().items():
                 W.get_parameter(name).grad += g  # type: ignore[operator]  # backward() has filled it
+            if "home" in broadcast:
+                _keep_rows(W_hat, broadcast["class_weights"] > 0)
             regularise()
             self.step(optimizer)
             losses.add(loss, y)
@@ -172,8 +174,10 @@ class Vine(FedAvg):
         plain = super().criterion(broadcast, site)
         if "home" not in broadcast:
             return plain
-        shift = broadcast["home"].to(site.device)
-        return lambda z, y: plain(z + shift.to(z.dtype), y)
+        own = site.class_counts
+        few = (own > 0) & (own < self.min_examples)  # the prior would make their part of the update large
+        shift = torch.where(few, 0.0, broadcast["home"])
+        return lambda z, y: plain(z + shift.to(z), y)
 
     def server_update(self, server: Tree, received: Received, site: ServerSite) -> Tree:
         total = received.total("gradient")
@@ -237,6 +241,17 @@ def _margin(broadcast: Tree, net: Net) -> Tensor:
     """tau log pi, added to the logits of M_k; LEFT_OUT for classes without enough holders. Its exp weights a class."""
     weight = net.classifier.weight
     return broadcast["margin"].to(weight) if "margin" in broadcast else torch.zeros_like(weight[:, 0])
+
+
+def _rows(W: Tensors, kept: Tensor) -> Tensors:
+    """W with zero for all other rows."""
+    return {name: t * kept.reshape(-1, *[1] * (t.dim() - 1)).to(t) for name, t in W.items()}
+
+
+def _keep_rows(W_hat: nn.Linear, kept: Tensor) -> None:
+    for p in W_hat.parameters():
+        if p.grad is not None:
+            p.grad *= kept.reshape(-1, *[1] * (p.dim() - 1)).to(p)
 
 
 def _zeros(like: Tensors) -> Tensors:
