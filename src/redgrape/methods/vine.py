@@ -30,7 +30,7 @@ from typing import Any, ClassVar, Literal, Self
 
 import torch
 from pydantic import Field, model_validator
-from torch import Tensor, nn
+from torch import Tensor
 
 from redgrape import tree
 from redgrape.exchange import Direction, Parts, Received, Sum
@@ -119,8 +119,9 @@ class Vine(FedAvg):
             usual = (log_pi * shared).sum() / number_shared
             server["home"] = torch.where((holders > 0) & ~shared, log_pi - usual, 0.0)
         if self.two_stream:
-            W_hat = classifier.first(W, self.extra_init, site.generator("W_hat"))
-            server["W_hat"] = W_hat if self.min_holders == 1 else _rows(W_hat, weights > 0)
+            server["W_hat"] = classifier.first(W, self.extra_init, site.generator("W_hat"))
+        if self.two_stream and self.min_holders > 1:
+            server["W_hat"] = {name: _only(shared, t) for name, t in server["W_hat"].items()}
         return server
 
     def broadcast(self, server: Tree) -> Tree:
@@ -147,8 +148,9 @@ class Vine(FedAvg):
             loss.backward()
             for name, g in balance.pull().items():
                 W.get_parameter(name).grad += g  # type: ignore[operator]  # backward() has filled it
-            if "home" in broadcast:
-                _keep_rows(W_hat, broadcast["class_weights"] > 0)
+            if self.two_stream and "home" in broadcast:
+                for p in W_hat.parameters():
+                    p.grad = _only(broadcast["class_weights"] > 0, p.grad)  # type: ignore[arg-type]
             regularise()
             self.step(optimizer)
             losses.add(loss, y)
@@ -243,15 +245,9 @@ def _margin(broadcast: Tree, net: Net) -> Tensor:
     return broadcast["margin"].to(weight) if "margin" in broadcast else torch.zeros_like(weight[:, 0])
 
 
-def _rows(W: Tensors, kept: Tensor) -> Tensors:
-    """W with zero for all other rows."""
-    return {name: t * kept.reshape(-1, *[1] * (t.dim() - 1)).to(t) for name, t in W.items()}
-
-
-def _keep_rows(W_hat: nn.Linear, kept: Tensor) -> None:
-    for p in W_hat.parameters():
-        if p.grad is not None:
-            p.grad *= kept.reshape(-1, *[1] * (p.dim() - 1)).to(p)
+def _only(classes: Tensor, t: Tensor) -> Tensor:
+    """The rows of these classes, and zero for the others."""
+    return t * classes.to(t).reshape(-1, *[1] * (t.dim() - 1))
 
 
 def _zeros(like: Tensors) -> Tensors:
