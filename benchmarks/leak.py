@@ -153,9 +153,9 @@ SUMS = [
     SumCase("Vine, stateless", Vine(memory=False, **VINE), "gradient"),
     SumCase("Vine, min_holders 3", Vine(min_holders=3, **VINE), "gradient"),
     SumCase("Vine, min_holders 3, update", Vine(min_holders=3, **VINE), "delta"),
-    SumCase("Vine, min_holders 3, min_examples 1, update", Vine(min_holders=3, min_examples=1, **VINE), "delta"),
     SumCase("Vine, min_holders 3, update; one of 8, 20 victims", Vine(min_holders=3, **VINE), "delta", 8),
     SumCase("Vine, min_holders 3, update; mean of 8, 20 sites", Vine(min_holders=3, **VINE), "delta", 8, True),
+    SumCase("FedAvg; mean of 8, 20 sites", FEDAVG, "delta", 8, True),
     SumCase("balanced softmax", BalancedSoftmax(**VINE), "delta"),
 ]
 HOLDERS = (1, 2, 3, 8)

@@ -18,7 +18,6 @@ from redgrape.engines import ClientHalf
 from redgrape.engines.in_process import InProcess
 from redgrape.errors import ConfigError
 from redgrape.method import ServerSite
-from redgrape.methods.balanced_softmax import BalancedSoftmax
 from redgrape.methods.redgrape import RedGrape
 from redgrape.methods.vine import Balance, Vine
 from redgrape.rounds import exchanged, first_state
@@ -153,23 +152,22 @@ def test_what_clients_send_of_a_class_at_home_is_nothing() -> None:
     for shift in (0.0, 100.0):
         data = federation()
         data.train.x[data.train.y == 3] += shift
-        with Training(Vine(min_holders=3, min_examples=1, **SMALL), data, net, rounds=1, seed=4) as training:
+        with Training(Vine(min_holders=3, **SMALL), data, net, rounds=1, seed=4) as training:
             (step,) = training.steps()
         sent.append(step.state.server["G"])
     assert tree.equal(*sent)
 
 
-def test_the_training_logit_of_a_class_at_home_gets_its_prior() -> None:
+def test_clients_without_a_class_at_home_train_it_with_its_prior() -> None:
     """By hand: there are 30, 18, 12 and 3 examples. Class 3 stays at home: log 3 less the mean of log 30, 18 and 12;
-    the total cancels. The other classes get nothing. Client 1 has one example of it, client 4 has two, the others
-    none: below `min_examples` a holder adds nothing."""
+    the total cancels. The other classes get nothing. Clients 1 and 4 hold class 3 and add nothing."""
     shift = math.log(3) - (math.log(30) + math.log(18) + math.log(12)) / 3
-    method = Vine(min_holders=3, min_examples=2, **SMALL)
+    method = Vine(min_holders=3, **SMALL)
     (state,) = trained(method, rounds=1)
     assert state.server["home"].tolist() == pytest.approx([0, 0, 0, shift])
     half = ClientHalf(method, federation(), net, 4, 1, torch.device("cpu"))
-    z, y = torch.randn(5, C, dtype=torch.float64), torch.tensor([0, 1, 2, 3, 3])
-    for k, times in ((1, 0), (4, 1), (2, 1)):
+    z, y = torch.randn(5, C, dtype=torch.float64), torch.tensor([0, 1, 2, 2, 0])
+    for k, times in ((1, 0), (4, 0), (2, 1)):
         prior = torch.tensor([0, 0, 0, times * shift], dtype=torch.float64)
         expected = nn.functional.cross_entropy(z + prior, y)
         close(method.criterion(method.broadcast(state.server), half.site(k, 1))(z, y), expected)
@@ -178,44 +176,24 @@ def test_the_training_logit_of_a_class_at_home_gets_its_prior() -> None:
 
 def test_a_class_at_home_has_one_stream() -> None:
     """Its row of W_hat is zero in every round, so that W alone has its whole logit; G has no part in it."""
-    for state in trained(Vine(min_holders=3, min_examples=1, **SMALL)):
+    for state in trained(Vine(min_holders=3, **SMALL)):
         for t in state.server["W_hat"].values():
             close(t[3], torch.zeros_like(t[3]), 0)
             assert bool(t[:3].any())
 
 
 @pytest.mark.parametrize("two_stream", [True, False])
-def test_if_all_classes_stay_at_home_it_is_balanced_softmax(two_stream: bool) -> None:
-    vine = trained(Vine(min_holders=100, min_examples=1, two_stream=two_stream, **SMALL))[-1]
-    for name, t in trained(BalancedSoftmax(**SMALL))[-1].server["model"].items():
+def test_if_all_clients_hold_all_classes_and_none_is_shared_it_is_fedavg(two_stream: bool) -> None:
+    sizes = [[6, 3, 2, 1], [4, 4, 1, 1], [3, 5, 2, 2]]
+    vine = trained(Vine(min_holders=100, two_stream=two_stream, **SMALL), sizes=sizes)[-1]
+    for name, t in trained(rg.FedAvg(**SMALL), sizes=sizes)[-1].server["model"].items():
         close(vine.server["model"][name], t)
-
-
-def test_overlapping_classes_stay_balanced_if_the_rarest_stays_at_home() -> None:
-    """Three Gaussians with 600, 120 and 24 examples, of which one site holds the last. A prior too strong would lose
-    the first class, one too weak the last: each keeps a quarter of its test examples."""
-    stream = np.random.default_rng(0)
-
-    def draw(row: list[int]) -> rg.Examples:
-        y = np.repeat(np.arange(3), row)
-        return rg.Examples(np.array([[0, 0], [1.2, 0], [0, 1.2]])[y] + stream.normal(size=(len(y), 2)), y)
-
-    def build() -> rg.Net:
-        torch.manual_seed(0)
-        return rg.Net(nn.Identity(), nn.Linear(2, 3)).double()
-
-    data = rg.Federation([draw([200, 40, 0]), draw([200, 40, 0]), draw([200, 40, 24])], draw([300] * 3), 3)
-    method = Vine(min_holders=3, lr=0.1, batch_size=1000, epochs=1)
-    model = build()
-    model.load_state_dict(rg.train(method, data, build, rounds=150).server["model"])
-    right = model(data.test.x).argmax(dim=1) == data.test.y
-    assert min(float(right[data.test.y == c].double().mean()) for c in range(3)) > 1 / 4
 
 
 def test_a_loss_of_a_combination_replaces_the_prior_of_classes_at_home() -> None:
     """Balanced softmax has the prior of all classes; twice would be too much."""
     z, y = torch.randn(5, C, dtype=torch.float64), torch.tensor([0, 1, 2, 3, 3])
-    method = methods.load("vine+balanced_softmax")(min_holders=3, min_examples=1, **SMALL)
+    method = methods.load("vine+balanced_softmax")(min_holders=3, **SMALL)
     (state,) = trained(method, rounds=1)
     pi = torch.tensor([30.0, 18, 12, 3], dtype=torch.float64) / 63
     loss = method.criterion(method.broadcast(state.server), _site())(z, y)

@@ -13,8 +13,8 @@ a secure sum nobody sees the gradient of a single class or client. H_c clients h
                   g_bal <- G / C [ + 1/C sum_{c in L_bal} m_c (grad_c(D_bal; now) - grad_c(D_bal; received)) ]
                   W <- W - eta_l [ g_local + lambda g_bal ||mean g_local|| / ||g_bal|| ]         RedGrape's Eq. (12)
                mean g_local: of the round so far; a batch's own is mostly noise, and the pull would be too long.
-               A class at home has no row in W_hat, and its training logit gets log pi_c - mean_j log pi_j, j over the
-               shared classes: it is trained by balanced softmax. Not where a holder has few examples of it
+               A class at home has no row in W_hat. Where a client does not hold it, its training logit gets log pi_c -
+               mean_j log pi_j, j over the shared classes, so that others hardly push it down; holders train it as it is
             3  sends theta_k - theta^{t-1}, n_k and M_k - S_k, and adds that to S_k, what it has sent so far
     server  G <- G + sum of what arrived: the sum of all clients' latest M_k, whoever was sampled
 
@@ -60,9 +60,6 @@ class Vine(FedAvg):
     )
     margin: float = Field(0.5, ge=0, le=1, description="tau: 0 re-weights classes, 1 adds log pi to the logits of M_k")
     min_holders: int = Field(1, ge=1, le=10**6, description="a class that fewer clients hold has no part in G")
-    min_examples: int = Field(
-        8, ge=1, le=10**9, description="a client with fewer examples of such a class trains it without the prior"
-    )
     correction: Literal["none", "real"] = Field("none", description="follow own examples of a class within a round")
     threshold: int = Field(8, ge=1, le=10**9, description="T: examples of a class that the correction uses")
     norm: rebalancing.Norm = Field("joint", description="one ratio for weight and bias, or one for each")
@@ -176,9 +173,7 @@ class Vine(FedAvg):
         plain = super().criterion(broadcast, site)
         if "home" not in broadcast:
             return plain
-        own = site.class_counts
-        few = (own > 0) & (own < self.min_examples)  # the prior would make their part of the update large
-        shift = torch.where(few, 0.0, broadcast["home"])
+        shift = torch.where(site.class_counts > 0, 0.0, broadcast["home"])  # a holder's would show its examples
         return lambda z, y: plain(z + shift.to(z), y)
 
     def server_update(self, server: Tree, received: Received, site: ServerSite) -> Tree:
