@@ -85,6 +85,8 @@ def draw(table: Table, path: Path) -> None:
     column. Points have the place of their method in the table. Needs matplotlib."""
     plt = run_tables.pyplot()
     columns = [c for c in table.columns if any(e.values for e in table.entries if e.column == c)]
+    suite = table.suite
+    setting = [str(v[0]) for key, v in suite.axes.items() if len(v) == 1 and key not in (*suite.rows, *suite.columns)]
     orders = [[row for row in ranked(table, c) if table.at(row, c, "accuracy").values] for c in columns]
     height = max(5.4, 0.8 + 0.18 * max(map(len, orders)))  # inches; a line of the legend takes 0.18
     figure, axes = plt.subplots(
@@ -102,7 +104,7 @@ def draw(table: Table, path: Path) -> None:
             axis.errorbar(*at, spreads[1], spreads[0], fmt="none", color=colour, elinewidth=1, alpha=0.35)
             axis.plot(*at, "o", color=colour, markersize=5, label=label)
             axis.annotate(str(place), at, (4, 4), textcoords="offset points", fontsize=8)
-        axis.set_title(", ".join(column), fontsize=10)
+        axis.set_title(", ".join([*setting, *column]), fontsize=10)
         axis.set_xlabel(f"{table.on} accuracy, overall, %")
         axis.set_ylabel(f"{table.on} accuracy, tail, %")
         axis.grid(alpha=0.3)
