@@ -20,7 +20,7 @@ rounds 2 and 4 all ten, in round 3 the victim's and two others. The server knows
     unmixed     the same, after the gradients of the other examples were subtracted: mean class gradients on the
                 server's own data, in the amounts that Vine's weights give, or else those that fit best (>= 0). Those of
                 an update are at the classifier that its loss sees: W + W_hat of Vine, with the prior of the loss
-    fit         as below, for the class rows of two or three sites; for eight examples from one start, with fewer steps
+    fit         as below, for the class rows of two or three sites
 
 The attack with most near guesses counts. `no message` guesses the mean of the class in the server's own data.
 
@@ -136,8 +136,7 @@ class SumCase:
     name: str
     method: Method
     part: str
-    held: int = 1  # examples of the victim's class at its site
-    mean: bool = False  # their mean is looked for, not the victim
+    held: int = 1  # examples of the victim's class at its site; of several, their mean is looked for
 
     @property
     def of_update(self) -> bool:
@@ -153,9 +152,8 @@ SUMS = [
     SumCase("Vine, stateless", Vine(memory=False, **VINE), "gradient"),
     SumCase("Vine, min_holders 3", Vine(min_holders=3, **VINE), "gradient"),
     SumCase("Vine, min_holders 3, update", Vine(min_holders=3, **VINE), "delta"),
-    SumCase("Vine, min_holders 3, update; one of 8, 20 victims", Vine(min_holders=3, **VINE), "delta", 8),
-    SumCase("Vine, min_holders 3, update; mean of 8, 20 sites", Vine(min_holders=3, **VINE), "delta", 8, True),
-    SumCase("FedAvg; mean of 8, 20 sites", FEDAVG, "delta", 8, True),
+    SumCase("Vine, min_holders 3, update; mean of 8, 20 sites", Vine(min_holders=3, **VINE), "delta", 8),
+    SumCase("FedAvg; mean of 8, 20 sites", FEDAVG, "delta", 8),
     SumCase("balanced softmax", BalancedSoftmax(**VINE), "delta"),
 ]
 HOLDERS = (1, 2, 3, 8)
@@ -177,7 +175,7 @@ def ratio(prototype: Tensors, c: int) -> Tensor:
     return prototype["weight"][c] / prototype["bias"][c]
 
 
-def fit(prototype: Tensors, c: int, W: nn.Linear, n: int, starts: int, seed: int, steps: int = 20_000) -> Tensor:
+def fit(prototype: Tensors, c: int, W: nn.Linear, n: int, starts: int, seed: int) -> Tensor:
     """n feature vectors h = M V in the row space V of the prototype, whose residuals R = softmax(W h + b) - e_c give
     its columns: (1/n) R^T [M, 1] = [U S, bias]. M is n x r, so these are n r unknowns in C (r + 1) equations."""
     G = prototype["weight"].double().numpy()
@@ -202,7 +200,7 @@ def fit(prototype: Tensors, c: int, W: nn.Linear, n: int, starts: int, seed: int
     best: Any = None
     for _ in range(starts):
         start = (mean + 0.5 * spread * random.normal(size=(n, r))).ravel()
-        found = least_squares(misfit, start, method="lm", max_nfev=steps)
+        found = least_squares(misfit, start, method="lm", max_nfev=20_000)
         best = found if best is None or found.cost < best.cost else best
         if best.cost < 1e-12 * (wanted**2).sum():
             break
@@ -292,16 +290,14 @@ def attack_sums(
         for t, A in zip(rounds, seen_in(case, seen, view, c), strict=True):
             guesses.setdefault("ratio", []).append(by_bias(A, c))
             if case.part != "prototypes":
-                rest = A - shares_of(case, A, class_gradients(nets_seen[t], known), view, c, holders)
-                guesses.setdefault("unmixed", []).append(by_bias(rest, c))
-            n = case.held if case.of_update else min(holders, len(ROUNDS[t])) if view in ("sum", "few") else 1
-            if 1 < n <= 3 or (case.held > 1 and not case.mean):
-                W, R = nets_seen[t].classifier, rest if case.of_update else A
-                made = {"weight": torch.from_numpy(R[:, :-1] / n), "bias": torch.from_numpy(R[:, -1] / n)}
-                fitted = fit(made, c, W, n, 5 if n <= 3 else 1, victim, 20_000 if n <= 3 else 3_000)
-                h = encoded(nets_seen[t], pool.take([victim]))[0]
+                shares = shares_of(case, A, class_gradients(nets_seen[t], known), view, c, holders)
+                guesses.setdefault("unmixed", []).append(by_bias(A - shares, c))
+            elif view in ("sum", "few") and 1 < (n := min(holders, len(ROUNDS[t]))) <= 3:
+                W = nets_seen[t].classifier
+                made = {"weight": torch.from_numpy(A[:, :-1] / n), "bias": torch.from_numpy(A[:, -1] / n)}
+                fitted, h = fit(made, c, W, n, 5, victim), encoded(nets_seen[t], pool.take([victim]))[0]
                 guesses.setdefault("fit", []).append(fitted[(fitted - h).norm(dim=1).argmin()])
-        wanted = of_class(sites[0], c) if case.mean else pool.take([victim])
+        wanted = of_class(sites[0], c) if case.held > 1 else pool.take([victim])
         h = torch.stack([encoded(nets_seen[t], wanted).mean(dim=0) for t in rounds]).mean(dim=0)
         found |= {(view, name): (torch.stack(each).mean(dim=0), h) for name, each in guesses.items()}
     h = encoded(nets_seen[1], wanted).mean(dim=0)
@@ -328,7 +324,7 @@ def shares_of(
     if view != "sum" or case.of_update:
         a, _ = nnls(E.reshape(10, -1).T, A.ravel())
     a[c] *= (holders - 1) / holders if view == "sum" else 0.0
-    if case.part == "gradient" and holders < case.method.min_holders:  # type: ignore[attr-defined]
+    if case.part == "gradient" and holders < case.method.min_holders:  # type: ignore[attr-defined]  # only Vine's
         a[c] = 0.0
     return np.tensordot(a, E, axes=1)
 
@@ -341,9 +337,9 @@ def sums_table(model: Tensors, build: Any, pool: rg.Examples, victims: Sequence[
         floor = 1 if case.of_update else getattr(case.method, "min_holders", 1)
         holders = [H for H in HOLDERS if floor == 1 or floor > H]  # from the floor on, it is Vine
         holders = holders if case.held == 1 else [1]
-        tried = victims if case.held == 1 else victims[:20]  # a fit of eight examples takes seconds
+        tried = victims if case.held == 1 else victims[:20]  # their sites
         found = {H: [attack_sums(case, model, build, pool, v, H) for v in tried] for H in holders}
-        for view in (*VIEWS, *(["no message"] if case.mean or case is SUMS[-1] else [])):
+        for view in (*VIEWS, *(["no message"] if case.held > 1 or case is SUMS[-1] else [])):
             cells = []
             for H in holders:
                 names = [name for seen, name in found[H][0] if seen == view]

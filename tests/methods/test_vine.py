@@ -172,6 +172,8 @@ def test_clients_without_a_class_at_home_train_it_with_its_prior() -> None:
         expected = nn.functional.cross_entropy(z + prior, y)
         close(method.criterion(method.broadcast(state.server), half.site(k, 1))(z, y), expected)
     assert "home" not in trained(Vine(**SMALL), rounds=1)[-1].server
+    nobodys = trained(Vine(min_holders=3, **SMALL), sizes=[[*row[:3], 0] for row in SIZES])[-1].server
+    assert nobodys["home"].tolist() == [0, 0, 0, 0] and bool(nobodys["model"]["classifier.bias"].isfinite().all())
 
 
 def test_a_class_at_home_has_one_stream() -> None:

@@ -147,7 +147,7 @@ class Vine(FedAvg):
                 W.get_parameter(name).grad += g  # type: ignore[operator]  # backward() has filled it
             if self.two_stream and "home" in broadcast:
                 for p in W_hat.parameters():
-                    p.grad = _only(broadcast["class_weights"] > 0, p.grad)  # type: ignore[arg-type]
+                    p.grad = _only(broadcast["class_weights"] > 0, p.grad)  # type: ignore[arg-type]  # filled, as above
             regularise()
             self.step(optimizer)
             losses.add(loss, y)
