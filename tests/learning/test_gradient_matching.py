@@ -111,6 +111,23 @@ def test_matching_is_gradient_descent() -> None:
     assert torch.equal(gradient_matching.match(features, torch.tensor([2, 0]), W, b, target, "rows", 0, 0.2), before)
 
 
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float64, 1e-12)])
+@pytest.mark.parametrize("kind", ["rows", "whole"])
+def test_matching_in_the_span_is_matching(kind: Any, dtype: torch.dtype, tolerance: float) -> None:
+    """With 12 dimensions and 4 + 2 x 3 rows the steps are taken in a basis of the rows. A row of W is zero and a target
+    stands twice, so the rows have fewer dimensions still."""
+    features, W, b = random(2, 4, 12).to(dtype), random(3, 12, seed=1).to(dtype), random(3, seed=2).to(dtype)
+    W[1] = 0
+    target = {"weight": random(2, 3, 12, seed=3).to(dtype), "bias": random(2, 3, seed=4).to(dtype)}
+    target["weight"][0, 2] = target["weight"][0, 0]
+    classes, expected = torch.tensor([2, 0]), features.clone()
+    for _ in range(20):
+        expected -= 0.2 * gradient_matching.matching_gradient(expected, classes, W, b, target, kind)[1]
+    found = gradient_matching.match(features, classes, W, b, target, kind, 20, 0.2)
+    assert float((expected - features).abs().max()) > 0.1  # they moved
+    torch.testing.assert_close(found, expected, rtol=0, atol=tolerance)
+
+
 def test_matched_features_have_the_gradients_they_were_matched_to() -> None:
     """The cosine distance of gradients that some features really have falls near zero."""
     W, b, classes = random(4, 5, seed=1), random(4, seed=2), torch.arange(4)

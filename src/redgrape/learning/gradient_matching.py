@@ -7,6 +7,10 @@ has the gradients g_W = R F and g_b = R 1. With A = dD/dg_W and a = dD/dg_b of a
 
 All classes are computed at once. Examples are the last axis because torch's softmax is ten times slower over a short
 last axis.
+
+Each row of dD/dF is a sum of rows of F, of W and of the given gradient. So the features never leave the span of these
+n + 2 C rows. If it has fewer dimensions than the features, the steps are taken in an orthonormal basis of it. Inner
+products are the same there, and only these enter D.
 """
 
 from __future__ import annotations
@@ -24,9 +28,11 @@ _EPS = 1e-6
 
 
 def class_gradients(features: Tensor, classes: Tensor, W: Tensor, b: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """p [m, C, n], R [m, C, n] and the gradients g_W [m, C, d], g_b [m, C] of the features [m, n, d] of m classes."""
+    """p [m, C, n], R [m, C, n] and the gradients g_W [m, C, d], g_b [m, C] of the features [m, n, d] of m classes.
+    W is [C, d], or [m, C, d] with one for each of these classes.
+    """
     p = torch.softmax(W @ features.transpose(1, 2) + b[:, None], dim=1)
-    R = (p - torch.eye(len(W), dtype=W.dtype)[classes, :, None]).div_(features.shape[1])
+    R = (p - torch.eye(len(b), dtype=W.dtype)[classes, :, None]).div_(features.shape[1])
     return p, R, R @ features, R.sum(dim=2)
 
 
@@ -66,10 +72,24 @@ def matching_gradient(
     return D.sum(), (through_softmax.transpose(1, 2) @ W).baddbmm_(R.transpose(1, 2), A)
 
 
+@torch.no_grad()
 def match(
     features: Tensor, classes: Tensor, W: Tensor, b: Tensor, target: Tensors, kind: Distance, steps: int, lr: float
 ) -> Tensor:
     """The features after this many gradient steps on D."""
+    n, C, d = features.shape[1], *W.shape
+    if steps == 0 or n + 2 * C >= d:
+        return _descend(features, classes, W, b, target, kind, steps, lr)
+    rows = torch.cat([features, W.expand(len(features), C, d), target["weight"]], dim=1)
+    basis, coordinates = torch.linalg.qr(rows.transpose(1, 2))  # [m, d, n + 2 C] and [m, n + 2 C, n + 2 C]
+    features, W, gradient = (part.contiguous() for part in coordinates.transpose(1, 2).split([n, C, C], dim=1))
+    moved = _descend(features, classes, W, b, {**target, "weight": gradient}, kind, steps, lr)
+    return torch.bmm(moved, basis.transpose(1, 2))
+
+
+def _descend(
+    features: Tensor, classes: Tensor, W: Tensor, b: Tensor, target: Tensors, kind: Distance, steps: int, lr: float
+) -> Tensor:
     features = features.clone()
     for _ in range(steps):
         features.sub_(matching_gradient(features, classes, W, b, target, kind)[1], alpha=lr)
