@@ -20,7 +20,7 @@ from urllib.parse import unquote
 import pytest
 
 from redgrape import errors, methods, nets
-from redgrape.cli import main as cli
+from redgrape.cli import parser
 from redgrape.data.sources import READERS
 from redgrape.methods.redgrape import RedGrape
 from redgrape.runs.experiment import Experiment
@@ -100,14 +100,14 @@ def commands(page: Path) -> list[str]:
 
 @by_page
 def test_commands_parse(page: Path) -> None:
-    parser = cli._parser()
+    grammar = parser.build()
     for command in commands(page):
         arguments = shlex.split(command)[1:]
         if arguments == ["--version"]:
             with pytest.raises(SystemExit, match="0"):
-                parser.parse_args(arguments)
+                grammar.parse_args(arguments)
         elif arguments not in NAMES_ALONE:
-            parser.parse_args(arguments)
+            grammar.parse_args(arguments)
 
 
 @by_page
@@ -119,7 +119,7 @@ def test_commands_describe_experiments_that_can_be(page: Path) -> None:
         arguments = shlex.split(command)[1:]
         if arguments[:1] not in (["run"], ["compare"]) or "my.toml" in arguments:
             continue
-        options = cli._parser().parse_args(arguments)
+        options = parser.build().parse_args(arguments)
         if options.experiment is not None:
             options.experiment = ROOT / options.experiment
         values = training.described(options)
@@ -222,8 +222,8 @@ def test_what_is_here_is_here() -> None:
     """The overview names every method, net, data source and command, and the reference every exit code."""
     table = (ROOT / "docs/overview.md").read_text().partition("## What is here\n")[2].partition("\n## ")[0]
     here = set(re.findall(r"`([a-z0-9_ ]+)`", table))
-    parser: Any = cli._parser()
-    top = next(a for a in parser._actions if a.dest == "==SUPPRESS==" or a.choices).choices
+    grammar: Any = parser.build()
+    top = next(a for a in grammar._actions if a.dest == "==SUPPRESS==" or a.choices).choices
     groups = ("data", "deploy")
     inner = {f"{group} {name}" for group in groups for a in top[group]._actions if a.choices for name in a.choices}
     all_commands = (set(top) - set(groups)) | inner

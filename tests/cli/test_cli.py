@@ -22,6 +22,7 @@ import numpy as np
 import pytest
 
 import redgrape
+from redgrape.cli import flags, parser
 from redgrape.cli import main as cli
 from redgrape.cli.commands.training import run_name
 from redgrape.errors import BusyError
@@ -170,8 +171,8 @@ def test_every_flag_sets_its_key(command: Command) -> None:
         "--seed": 12,
     }
     elsewhere = {"--label", "--site", "--test", "--drop", "--keep", "--patience"}  # test_table.py, test_best_round.py
-    assert set(cli._FLAGS) - elsewhere <= set(given)
-    keys = {flag: key for flag, (key, *_) in cli._FLAGS.items()}
+    assert set(flags.EXPERIMENT) - elsewhere <= set(given)
+    keys = {flag: key for flag, (key, *_) in flags.EXPERIMENT.items()}
     keys |= {"--method": "method.name", "--preset": "method.preset", "--seed": "seed"}
     plan = good(command("run", *[part for pair in given.items() for part in pair], "--dry-run", "--json")).json()
     for flag, value in given.items():
@@ -753,12 +754,12 @@ def test_without_a_command_it_says_how_to_begin(command: Command) -> None:
     begun = [line.split("   ")[0].split()[1:] for line in outcome.err.splitlines() if line.startswith("  ")]
     assert len(begun) == 3
     for words in begun:
-        assert cli._parser().parse_args(words)
+        assert parser.build().parse_args(words)
 
 
 def test_the_help_tells_the_defaults() -> None:
     values = Experiment().resolved()
-    for flag, (key, _, text) in cli._FLAGS.items():
+    for flag, (key, _, text) in flags.EXPERIMENT.items():
         told = re.search(r"(\S+) \(default\)|\(default: ([\w.]+)\)", text)
         value = functools.reduce(operator.getitem, key.split("."), values) if told else None
         if told and told[2] != "all":
@@ -766,9 +767,9 @@ def test_the_help_tells_the_defaults() -> None:
 
 
 def test_the_examples_of_the_help_can_be_parsed() -> None:
-    for lines in cli.EXAMPLES.values():
+    for lines in parser.EXAMPLES.values():
         for line in lines:
-            assert cli._parser().parse_args(shlex.split(line)[1:])
+            assert parser.build().parse_args(shlex.split(line)[1:])
 
 
 def test_help_and_version(command: Command, capsys: pytest.CaptureFixture[str]) -> None:

@@ -21,6 +21,7 @@ import pytest
 import safetensors.torch
 import torch
 
+import redgrape as rg
 from forgery import vouch_for
 from redgrape.cli import main as cli
 from redgrape.reading.page.serve import ADDRESS
@@ -467,12 +468,15 @@ FORBIDDEN = re.compile(
 
 
 def test_the_source_has_nothing_that_runs_data() -> None:
-    source = Path(cli.__file__).parent
+    """Two lines may: one reads the weights of the pretrained encoder, a file with a known digest of which torch takes
+    tensors alone, and one reads what it has just written."""
+    known = ("torch.load(path, weights_only=True)  # a known file", "# pickled in this line")
+    source = Path(rg.__file__).parent
     found = [
         f"{path.name}: {line.strip()}"
         for path in source.rglob("*.py")
         for line in path.read_text().splitlines()
-        if FORBIDDEN.search(line) and "pickled in this line" not in line
+        if FORBIDDEN.search(line) and not any(words in line for words in known)
     ]
     assert found == []
     assert ADDRESS == "127.0.0.1"
