@@ -78,8 +78,8 @@ def steps_of_a_run() -> dict[str, float]:
 
     timed("import redgrape's own modules", own_imports)
     from redgrape.data.prepare import prepare
+    from redgrape.runs.environment import about
     from redgrape.runs.experiment import Experiment
-    from redgrape.runs.run import about
     from redgrape.training import Training
 
     experiment = timed("check the experiment", lambda: Experiment.parse({"rounds": 2, "net": {"name": "mlp"}}))

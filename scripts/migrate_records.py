@@ -22,9 +22,9 @@ from redgrape.reading import records
 from redgrape.reading.run_tables import RunView
 from redgrape.reading.suites.description import identity
 from redgrape.runs.checksums import hash_of
+from redgrape.runs.environment import file_digests
 from redgrape.runs.experiment import Experiment
 from redgrape.runs.moved_keys import EXCHANGE, GONE, RENAMED
-from redgrape.runs.run import file_digests
 
 FILES = {"experiment.toml", "environment.json", "metrics.jsonl", "summary.json"}  # of a record
 OLD = "made-by-0.1"

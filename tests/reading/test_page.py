@@ -35,8 +35,9 @@ from redgrape.reading.page.reading import is_locked
 from redgrape.reading.page.serve import Server
 from redgrape.reading.run_tables import FIGURES, RunView
 from redgrape.runs.experiment import Experiment
+from redgrape.runs.finished import classifier_norms
 from redgrape.runs.folder import RunFolder
-from redgrape.runs.run import Run, classifier_norms
+from redgrape.runs.run import Run
 
 Values = Callable[..., dict[str, Any]]
 ROUNDS = 3

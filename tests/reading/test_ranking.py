@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from redgrape.reading.run_tables import RunView
-from redgrape.reading.suites import description, found_cells, ranking, tables
+from redgrape.reading.suites import description, formats, found_cells, ranking, tables
 from redgrape.reading.suites.blocks import FULL
 from redgrape.reading.suites.description import Cell
 from redgrape.reading.suites.found_cells import Standing
@@ -38,7 +38,7 @@ def table_of(accuracies: dict[str, list[float]], **options: Any) -> tables.Table
 
 
 def cells(table: tables.Table) -> dict[str, dict[str, str]]:
-    (block,) = tables.blocks(table)
+    (block,) = formats.blocks(table)
     return {row[0].text: dict(zip(block.header, [t.text for t in row], strict=True)) for row in block.rows}
 
 
@@ -81,7 +81,7 @@ def test_costs_and_facts() -> None:
 
 def test_every_format_has_the_ranked_table(tmp_path: Path) -> None:
     table = table_of({"FedAvg": [0.5, 0.6, 0.7], "LDA": [0.7, 0.8, 0.9]})
-    tables.write(table, tmp_path)
+    formats.write(table, tmp_path)
     for name in ("table.md", "table.tex", "table.json"):
         text = (tmp_path / name).read_text()
         assert "overall minus FedAvg" in text

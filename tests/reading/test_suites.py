@@ -32,10 +32,12 @@ from redgrape.errors import ConfigError, install
 from redgrape.reading import records
 from redgrape.reading.run_tables import RunView
 from redgrape.reading.suites import (
+    blocks,
     cost,
     curves,
     description,
     files,
+    formats,
     found_cells,
     grid,
     search,
@@ -265,7 +267,7 @@ def test_departures_stand_below_the_tables_they_concern() -> None:
     assert "skewed" not in told("table6", "mnist") and "skewed" in told("table6", "cifar100")
     suite = description.load("table6")
     table = tables.build(suite, [], scale="study", departures=suite.departures("study"))
-    assert "clipped at norm 1" in tables.markdown(table)
+    assert "clipped at norm 1" in formats.markdown(table)
 
 
 def test_skew_of_the_partition_is_as_table_6_says() -> None:
@@ -1065,18 +1067,18 @@ def test_paired_interval_by_hand() -> None:
     wide = statistics.paired({0: 0.90, 1: 0.92, 2: 0.91}, theirs)
     assert (wide.mean, wide.low, wide.high) == pytest.approx((0.02, 0.02 - 0.024844, 0.02 + 0.024844), abs=1e-6)
     assert wide.separated is False
-    assert tables.verdict(wide) == "+2.00 [-0.48, +4.48], not separated"
+    assert blocks.verdict(wide) == "+2.00 [-0.48, +4.48], not separated"
     narrow = statistics.paired({0: 0.900, 1: 0.911, 2: 0.919}, theirs)
     assert (narrow.low, narrow.high) == pytest.approx((0.0175156, 0.0224844), abs=1e-6)
     assert narrow.separated is True
-    assert tables.verdict(narrow) == "+2.00 [+1.75, +2.25]"
+    assert blocks.verdict(narrow) == "+2.00 [+1.75, +2.25]"
 
 
 def test_too_few_common_seeds_are_not_compared() -> None:
     pair = statistics.paired({0: 0.9, 1: 0.9, 5: 0.9}, {0: 0.8, 1: 0.8, 2: 0.8})
     assert (pair.seeds, pair.separated) == (2, None)
-    assert tables.verdict(pair) == "+10.00, too few seeds (2)"
-    assert tables.verdict(statistics.paired({0: 0.9}, {1: 0.9})) == "–"
+    assert blocks.verdict(pair) == "+10.00, too few seeds (2)"
+    assert blocks.verdict(statistics.paired({0: 0.9}, {1: 0.9})) == "–"
 
 
 def test_student_quantiles_fall_towards_the_normal() -> None:
@@ -1134,7 +1136,7 @@ def test_table_by_hand() -> None:
     """A: mean 0.90, standard deviation sqrt((0.0001 + 0 + 0.0001) / 2) = 0.01. B is 0.03 above it with every seed, C
     has one seed. The paper's figure is 90 for all."""
     table = written("hand", {"A": [0.89, 0.90, 0.91], "B": [0.92, 0.93, 0.94], "C": [0.93, None, None]})
-    results, compared = tables.blocks(table)
+    results, compared = formats.blocks(table)
     assert results.header == ["variant", "overall", "paper", "difference"]
     assert [[place.text for place in row] for row in results.rows] == [
         ["A", "90.00 ± 1.00", "90.00", "+0.00"],
@@ -1149,7 +1151,7 @@ def test_table_by_hand() -> None:
     ]
     assert table.notes[0].startswith("too few seeds to compare methods: 1, 3 a cell")
     assert table.notes[1] == "not run: 2 of 9 cells"
-    text = tables.markdown(table)
+    text = formats.markdown(table)
     assert re.search(r"\| B +\| +\*\*93.00 ± 1.00\*\* \| 90.00 \| +\+3.00 \|", text)
     assert "95 % interval (paired t), each by itself, not corrected for their number" in text
 
@@ -1168,9 +1170,9 @@ def test_notes_tell_short_runs_and_rising_ones() -> None:
 
 
 def test_nothing_is_bold_where_nothing_is_better() -> None:
-    assert "**5" not in tables.markdown(written("n", {"A": [0.5], "B": [0.5]}))
-    assert "**5" not in tables.markdown(written("n", {"A": [0.5], "B": [None]}))
-    assert "**50.00**" in tables.markdown(written("n", {"A": [0.5], "B": [0.4]}))
+    assert "**5" not in formats.markdown(written("n", {"A": [0.5], "B": [0.5]}))
+    assert "**5" not in formats.markdown(written("n", {"A": [0.5], "B": [None]}))
+    assert "**50.00**" in formats.markdown(written("n", {"A": [0.5], "B": [0.4]}))
 
 
 def test_the_note_on_learning_reads_the_set_of_the_table() -> None:
@@ -1207,21 +1209,21 @@ NASTY = {"=1+1": [0.5], r"50% & {a}_b \x ~^": [0.4], "a|b <i>": [0.3], "@x": [0.
 
 
 def test_latex_is_escaped() -> None:
-    text = tables.latex(written("nasty", NASTY))
+    text = formats.latex(written("nasty", NASTY))
     assert r"50\% \& \{a\}\_b \textbackslash{}x \textasciitilde{}\textasciicircum{} & 40.00 & 90.00 & -50.00 \\" in text
     assert r"a\textbar{}b \textless{}i\textgreater{}" in text
     for line in text.split("\n"):
         if not line.startswith(("%", "\\")) and line:
             assert len(re.findall(r"(?<!\\)&", line)) == 3
-    optional = tables.latex(written("options", {"A": [0.4], "[2pt] x": [0.5], "*": [0.3]}))
+    optional = formats.latex(written("options", {"A": [0.4], "[2pt] x": [0.5], "*": [0.3]}))
     assert "\n{[}2pt] x & " in optional  # after the \\\\ of the line before
     assert "\n{*} & " in optional
-    with_std = tables.latex(written("std", {"A": [0.5, 0.6], "B": [0.1, 0.2]}))
+    with_std = formats.latex(written("std", {"A": [0.5, 0.6], "B": [0.1, 0.2]}))
     assert r"\textbf{55.00 $\pm$ 7.07}" in with_std
 
 
 def test_csv_holds_no_formula() -> None:
-    lines = list(csv.DictReader(io.StringIO(tables.as_csv(written("nasty", NASTY)))))
+    lines = list(csv.DictReader(io.StringIO(formats.as_csv(written("nasty", NASTY)))))
     assert [line["variant"] for line in lines] == ["'=1+1", r"50% & {a}_b \x ~^", "a|b <i>", "'@x"]
     assert [float(line["difference"]) for line in lines] == pytest.approx([-40, -50, -60, -70])
     assert lines[0]["paper"] == "90.0000"
@@ -1229,7 +1231,7 @@ def test_csv_holds_no_formula() -> None:
 
 
 def test_markdown_cells_stay_cells() -> None:
-    text = tables.markdown(written("nasty", NASTY))
+    text = formats.markdown(written("nasty", NASTY))
     assert r"a\|b \<i>" in text
     for line in text.split("\n"):
         if line.startswith("|"):
@@ -1246,7 +1248,7 @@ def test_markdown_cells_stay_cells() -> None:
     ],
 )
 def test_labels_are_text_in_markdown(label: str, escaped: str) -> None:
-    assert f"| {escaped} " in tables.markdown(written("n", {label: [0.5]}))
+    assert f"| {escaped} " in formats.markdown(written("n", {label: [0.5]}))
 
 
 # Time
@@ -1313,7 +1315,7 @@ def test_the_wheel_holds_the_suites() -> None:
     assert files.FOLDERS[0] == Path(redgrape.__file__).parent / "experiments"
 
 
-@pytest.mark.parametrize("page", ["results", "results-quick"])
+@pytest.mark.parametrize("page", ["results", "results-cut", "results-quick"])
 def test_the_results_pages_say_what_the_records_say(page: str, tmp_path: Path) -> None:
     """scripts/results has been called since the last record."""
     text = (ROOT / "docs" / f"{page}.md").read_text()
@@ -1328,9 +1330,9 @@ def test_the_results_pages_say_what_the_records_say(page: str, tmp_path: Path) -
         command = f"redgrape reproduce {name} --scale {scale}"
         notes = {"cuts": suite.cuts(scale), "departures": suite.departures(scale)}
         table = tables.build(suite, found, scale=scale, command=command, **notes)
-        assert tables.insert(table, text) == text, f"{name} at scale {scale}: run scripts/results"
+        assert formats.insert(table, text) == text, f"{name} at scale {scale}: run scripts/results"
 
 
 def test_a_page_without_marks_is_refused() -> None:
     with pytest.raises(ConfigError, match="<!-- hand paper:begin -->"):
-        tables.insert(written("hand", {"A": [0.5], "B": [0.4]}), "# A page\n")
+        formats.insert(written("hand", {"A": [0.5], "B": [0.4]}), "# A page\n")

@@ -18,8 +18,8 @@ from redgrape.learning import class_statistics
 from redgrape.method import ClientSite
 from redgrape.reading.run_tables import RunView
 from redgrape.runs.experiment import Experiment
+from redgrape.runs.finished import digest_of_state
 from redgrape.runs.folder import RunFolder
-from redgrape.runs.run import digest_of_state
 
 C = 3
 

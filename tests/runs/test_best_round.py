@@ -14,8 +14,9 @@ from redgrape.exported.export import export, newest_state
 from redgrape.exported.own_test import evaluate_run
 from redgrape.reading.run_tables import RunView
 from redgrape.runs import figures
+from redgrape.runs.finished import digest_of_state
 from redgrape.runs.folder import RunFolder
-from redgrape.runs.run import Run, digest_of_state, run
+from redgrape.runs.run import Run, run
 
 
 def write_data(path: Path) -> Path:

@@ -30,9 +30,10 @@ from redgrape.engines import in_process
 from redgrape.errors import RedgrapeError, StorageError
 from redgrape.reading.run_tables import RunView
 from redgrape.runs import checksums, durable
+from redgrape.runs.environment import DECIDING
 from redgrape.runs.experiment import Experiment
 from redgrape.runs.folder import FORMAT, RunFolder
-from redgrape.runs.run import DECIDING, Run
+from redgrape.runs.run import Run
 
 Values = Callable[..., dict[str, Any]]
 Tally = Callable[..., None]

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from redgrape.errors import ConfigError
-from redgrape.reading.suites import curves, ranking, tables
+from redgrape.reading.suites import curves, formats, ranking, tables
 from redgrape.reading.terminal import printable
 
 
 def publish(table: tables.Table, folder: Path, *, as_json: bool, more: Mapping[str, Any] | None = None) -> None:
     """Write the table and its figure to the folder, and print it. `more` is added to the JSON."""
-    tables.write(table, folder)
+    formats.write(table, folder)
     if any(entry.values for entry in table.entries):
         try:
             curves.draw(table, folder / "curves.png")
@@ -24,9 +24,9 @@ def publish(table: tables.Table, folder: Path, *, as_json: bool, more: Mapping[s
         except ConfigError as error:
             print(f"note: {error}", file=sys.stderr)
     if as_json:
-        print(json.dumps({"folder": str(folder), "table": tables.as_values(table), **(more or {})}))
+        print(json.dumps({"folder": str(folder), "table": formats.as_values(table), **(more or {})}))
         return
-    print(tables.plain_text(table), end="")
+    print(formats.plain_text(table), end="")
     for standing in table.standings:
         if not standing.finished:
             print(printable(f"not run: {standing.cell.name}: {standing.state}"))

@@ -46,8 +46,8 @@ from redgrape.rounds import RunState
 from redgrape.runs import checksums, durable
 from redgrape.runs.experiment import NetOptions
 from redgrape.runs.figures import unpacked_record
+from redgrape.runs.finished import check_model, digest_of_state
 from redgrape.runs.folder import RunFolder
-from redgrape.runs.run import check_model, digest_of_state
 from redgrape.tree import Tensors
 
 

@@ -25,9 +25,10 @@ from redgrape.learning.calibration import Calibration
 from redgrape.nets.net import Net
 from redgrape.reading.run_tables import RunView
 from redgrape.runs.embedded import embedder, for_encoder
+from redgrape.runs.environment import contents
 from redgrape.runs.experiment import Experiment
+from redgrape.runs.finished import check_model
 from redgrape.runs.folder import RunFolder
-from redgrape.runs.run import check_model, contents
 
 NO_SITES = np.zeros(0, str)
 Split: TypeAlias = Literal["test", "validation"]

@@ -2,43 +2,31 @@
 
 from __future__ import annotations
 
-import hashlib
-import platform
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
-import redgrape
-from redgrape import own_code, tree
 from redgrape.data.embedding import Progress
-from redgrape.data.examples import WHITE, Pixels
 from redgrape.data.federation import FederatedData, Federation
 from redgrape.data.prepare import prepare
-from redgrape.data.sources import DATASETS
-from redgrape.determinism import same_bits_everywhere
-from redgrape.engines import ClientHalf, Engine, devices
+from redgrape.engines import ClientHalf, Engine
 from redgrape.errors import ConfigError, DataError, StorageError
 from redgrape.method import Site
-from redgrape.nets import pretrained
 from redgrape.privacy.disclosure import disclosures
 from redgrape.privacy.ledger import PrivacyLedger
 from redgrape.rounds import RunState, exchanged
 from redgrape.runs.embedded import embedder, for_encoder
+from redgrape.runs.environment import DECIDING, about, file_digests, machine, still_needed
 from redgrape.runs.experiment import Experiment
-from redgrape.runs.figures import FIGURES, OF_MANY_CLASSES, best_round, has_stopped, window
+from redgrape.runs.figures import best_round, has_stopped, window
+from redgrape.runs.finished import check_model, digest_of_state, last_state, summarize
 from redgrape.runs.folder import RunFolder
 from redgrape.training import Step, Training
-from redgrape.tree import Tensors, Tree
-
-DECIDING = ("redgrape", "torch", "numpy", "platform", "machine", "cpu", "device", "stack")  # what could change bits
-MOST_COUNTS = 10**6  # a larger table of clients and classes is not recorded
-REMEDY = "restore the original, choose another folder with --out, or run it again with --overwrite"
+from redgrape.tree import Tensors
 
 
 @dataclass(frozen=True)
@@ -194,7 +182,7 @@ class Run:
     def _check_files(self, before: Mapping[str, Any] | None) -> None:
         """Raise ConfigError if the user's code, or a frozen encoder, has changed since the run began."""
         known = (before or {}).get("files", {})
-        for name, digest in _still_needed(self.experiment).items():
+        for name, digest in still_needed(self.experiment).items():
             if known.get(name, digest) != digest:
                 raise ConfigError(
                     f"'{name}' has changed since '{self.folder.path}' began; start a new run with --out, or "
@@ -381,207 +369,3 @@ def first_model(experiment: Experiment, prepared: Prepared) -> Tensors:
             f"'{folder.path}' has another net than '{experiment.net.name}'; start from a run with this net"
         )
     return started
-
-
-def last_state(folder: RunFolder) -> RunState:
-    """The state of a finished run, from which another starts: the last, or that of the best round if it is kept."""
-    if (exchange := folder.experiment().exchange).noise or exchange.class_noise:
-        raise ConfigError(
-            f"'{folder.path}' was trained with noise, and another run would use the clients' data again, outside its "
-            "account of epsilon; start from a run without noise"
-        )
-    summary = folder.summary() or {}
-    best = summary.get("best_round")  # if the experiment keeps its model
-    state = folder.state_after(best) if best else folder.latest()[0]
-    if state is None or digest_of_state(state) != summary.get("state"):
-        raise ConfigError(f"'{folder.path}' is not finished; finish it with `redgrape resume`, or name another run")
-    return state
-
-
-def check_model(state: RunState, model: Tensors, folder: RunFolder) -> None:
-    """Raise StorageError if a checkpoint, which may be untrusted, holds another model."""
-    stored = state.server.get("model")
-    found = {name: t.shape for name, t in tree.flatten(stored).items()} if isinstance(stored, Mapping) else {}
-    if found != {name: t.shape for name, t in model.items()}:
-        raise StorageError(
-            f"the checkpoint of round {state.round} in '{folder.path}' holds another model than the experiment"
-        )
-
-
-def file_digests(experiment: Experiment) -> dict[str, str]:
-    """SHA-256 of the user's code, of the initial weights or the run that gives them, and of a pretrained encoder. The
-    description has only their names."""
-    started = {} if experiment.start is None else {experiment.start: _digest_of_start(Path(experiment.start))}
-    return _digests(experiment, with_weights=True) | started
-
-
-def _digest_of_start(run: Path) -> str:
-    return digest_of_state(last_state(RunFolder.open(run)))
-
-
-def _still_needed(experiment: Experiment) -> dict[str, str]:
-    """SHA-256 of the files that a run needs again to continue: all code, and a frozen encoder."""
-    return _digests(experiment, with_weights=experiment.net.is_frozen)
-
-
-def _digests(experiment: Experiment, with_weights: bool) -> dict[str, str]:
-    net = experiment.net
-    encoder = {net.name: pretrained.digest(net.name, net.weights)} if with_weights and net.is_pretrained else {}
-    weights = [Path(net.weights)] if with_weights and net.weights is not None else []
-    return own_code.digests([*experiment.code(), *weights]) | encoder
-
-
-class Present:
-    """The data, files and machine that a run would record if it began now. Data is read once per split."""
-
-    def __init__(
-        self, device: str, precision: str, stack: int, data_root: Path | None, *, allow_changes: bool = False
-    ) -> None:
-        self._machine = machine(device, precision) | {"stack": stack}
-        self._data_root, self._allow_changes = data_root, allow_changes
-        self._splits: dict[str, dict[str, str]] = {}
-
-    def changes(self, experiment: Experiment, environment: Mapping[str, Any], *, is_record: bool = False) -> list[str]:
-        """Every difference between this run and one that began now, as `the split was 0a1b and is 2c3d`. For a record,
-        the machine is not compared: its figures are published, and a table says where it was made."""
-        before = {**environment, **_as_files(environment.get("files", {}))}
-        now = {**self._split(experiment), **_as_files(file_digests(experiment))}
-        if not is_record and not self._allow_changes:
-            now |= {name: self._machine[name] for name in DECIDING}
-        return [
-            f"the {name} was {str(before[name])[:12]} and is {str(value)[:12]}"
-            for name, value in now.items()
-            if before.get(name, value) != value
-        ]
-
-    def _split(self, experiment: Experiment) -> dict[str, str]:
-        key = f"{experiment.seed} {experiment.data.model_dump_json()}"
-        if key not in self._splits:
-            federation = prepare(experiment.data, experiment.seed, self._data_root)
-            public = experiment.data.source in DATASETS  # its files are verified, so the split is enough
-            recorded = {} if public else {"data": contents(federation)}
-            self._splits[key] = {"split": federation.fingerprint(), **recorded}
-        return self._splits[key]
-
-
-def _as_files(digests: Mapping[str, str]) -> dict[str, str]:
-    return {f"file '{name}'": digest for name, digest in digests.items()}
-
-
-def machine(device: str, precision: str = "float32") -> dict[str, Any]:
-    """Everything that could change bits or explain a difference."""
-    return {
-        "redgrape": redgrape.__version__,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "numpy": np.__version__,
-        "platform": sys.platform,
-        "machine": platform.machine(),
-        "cpu": torch.backends.cpu.get_cpu_capability(),  # the widest instruction set that torch uses
-        "device": devices.recorded(device, precision),
-    }
-
-
-def about(federation: Federation) -> dict[str, Any]:
-    """Facts about the data that a reader of the run needs."""
-    train = federation.train
-    is_small = federation.num_clients * federation.num_classes <= MOST_COUNTS
-    return {
-        "split": federation.fingerprint(),
-        "data": contents(federation),
-        "input": input_of(federation.input_shape, train.pixels, WHITE.get(train.x.dtype))
-        | ({} if federation.columns is None else {"table": federation.columns.model_dump()}),
-        "class_names": federation.class_names,
-        "class_counts": federation.class_counts.tolist(),
-        "test_counts": federation.counts("test"),
-        "validation_counts": federation.counts("validation"),
-        "client_names": federation.client_names,
-        "client_counts": federation.client_counts.tolist() if is_small else None,
-        "groups": groups_of(federation),
-    }
-
-
-def input_of(shape: tuple[int, ...], pixels: Pixels | None, white: int | None = 255) -> dict[str, Any]:
-    """The format of raw inputs. `white`: the largest pixel; None for floats."""
-    if pixels is None or white is None:
-        return {"shape": list(shape), "dtype": "float", "pixels": None}
-    return {
-        "shape": list(shape),
-        "dtype": "uint16" if white == 65535 else "uint8",
-        "pixels": {"divided_by": white, "mean": pixels.mean, "std": pixels.std},
-    }
-
-
-def groups_of(federation: FederatedData) -> dict[str, Any]:
-    groups = federation.groups
-    return {"head": groups.head, "middle": groups.middle, "tail": groups.tail, **groups.by_shots}
-
-
-def contents(federation: Federation) -> str:
-    """SHA-256 of the examples in the split: those of the clients, and those for evaluation."""
-    digest = hashlib.sha256()
-    clients = federation.train.take(np.concatenate(federation.parts))  # client after client
-    for examples in (clients, federation.test, federation.validation, federation.auxiliary):
-        if examples is not None:
-            digest.update(examples.labels.numpy().astype("<i8").tobytes())
-            for start in range(0, len(examples), 4096):  # in blocks: x may be larger than memory
-                rows = torch.arange(start, min(start + 4096, len(examples)))
-                rows = rows if examples.rows is None else examples.rows[rows]
-                digest.update(examples.x[rows].contiguous().numpy().tobytes())
-    return digest.hexdigest()
-
-
-def summarize(
-    folder: RunFolder, experiment: Experiment, state: RunState, confusion: Any, averaged: int
-) -> dict[str, Any]:
-    """The result of a run: means over the last evaluations, and details on the mistakes of the final model. A finished
-    run keeps the number that it `averaged`: earlier versions took up to ten of any run. If the model of the best round
-    is kept, its evaluation is the result."""
-    evaluated = [record for record in folder.metrics() if "test" in record][-averaged:]
-    best = folder.best_round
-    if best:
-        evaluated = [record for record in folder.metrics() if record["round"] == best]
-    tests = [record["test"] for record in evaluated]
-    return {
-        "experiment": experiment.hash(),
-        "method": experiment.method.name,
-        "extra_data": experiment.method.create().uses_auxiliary,
-        "seed": experiment.seed,
-        "rounds": experiment.rounds,
-        **({"best_round": best} if best else {}),
-        "split": folder.environment()["split"],
-        "state": digest_of_state(state),
-        "averaged_rounds": [record["round"] for record in evaluated],
-        "mean_of_last": _means(tests),
-        "validation": _means([record["validation"] for record in evaluated if "validation" in record]) or None,
-        "per_class": [_mean(values) for values in zip(*[test["per_class"] for test in tests], strict=True)],
-        "last": tests[-1],
-        "confusion": confusion,
-        "classifier_norms": classifier_norms(state.server),
-    }
-
-
-def classifier_norms(server: Tree) -> dict[str, list[float]]:
-    """The weight norm of each class in the deployed classifier (`model`), and in classifiers used only for training."""
-    deployed = server["model"]["classifier.weight"]
-    classifiers = {"model": deployed}
-    for name, group in server.items():
-        weight = group.get("weight") if isinstance(group, Mapping) else None
-        if isinstance(weight, torch.Tensor) and weight.shape == deployed.shape and not torch.equal(weight, deployed):
-            classifiers[name] = weight
-    with same_bits_everywhere():
-        return {name: w.double().norm(dim=1).tolist() for name, w in classifiers.items()}
-
-
-def digest_of_state(state: RunState) -> str:
-    return hashlib.sha256(tree.to_bytes(state.server)).hexdigest()
-
-
-def _means(scores: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
-    named = [f for f in (*FIGURES, *OF_MANY_CLASSES) if all(f in score for score in scores)]  # older rounds lack some
-    return {figure: _mean([score[figure] for score in scores]) for figure in named} if scores else {}
-
-
-def _mean(values: Sequence[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return sum(known) / len(known) if known else None

@@ -17,13 +17,13 @@ from redgrape.cli.main import ending_at_signals
 from redgrape.cli.publish import publish
 from redgrape.errors import BusyError, ConfigError, DataError, Diverged, RedgrapeError, StorageError, TooFewClients
 from redgrape.reading.run_tables import RunView, mean_std
-from redgrape.reading.suites import cost, description, found_cells, grid, search, side_by_side, tables
+from redgrape.reading.suites import cost, description, formats, found_cells, grid, search, side_by_side, tables
 from redgrape.reading.suites.description import Cell, Label, Suite, text
 from redgrape.reading.suites.found_cells import Standing
 from redgrape.runs import durable
+from redgrape.runs.environment import Present
 from redgrape.runs.experiment import Experiment
 from redgrape.runs.folder import RunFolder
-from redgrape.runs.run import Present
 
 BUSY = "in use by another process"
 
@@ -35,7 +35,7 @@ def reproduce(options: argparse.Namespace) -> None:
     if options.into is not None:
         with durable.storage_errors("read", options.into):
             page = durable.ordinary(options.into).read_text(encoding="utf-8")
-        tables.marks(suite.name, options.scale, page)
+        formats.marks(suite.name, options.scale, page)
     standings = _standings(cells, options, None if options.no_run else _present(options))
     if options.plan or options.dry_run:
         _print_plan(standings, options)
@@ -65,7 +65,7 @@ def reproduce(options: argparse.Namespace) -> None:
     )
     publish(table, folder, as_json=options.json)
     if page is not None:
-        durable.replace_file(options.into, tables.insert(table, page).encode())
+        durable.replace_file(options.into, formats.insert(table, page).encode())
     _raise_first(failures)
 
 

@@ -28,10 +28,11 @@ from redgrape.reading.suites import cost, tables
 from redgrape.reading.suites.description import Cell, Suite, text
 from redgrape.reading.suites.found_cells import Standing
 from redgrape.reading.terminal import lines, printable
+from redgrape.runs.environment import REMEDY, Present
 from redgrape.runs.experiment import Experiment, NetOptions, override, put, read_toml
 from redgrape.runs.figures import FIGURES, OF_MANY_CLASSES
 from redgrape.runs.folder import RunFolder
-from redgrape.runs.run import REMEDY, Present, Run
+from redgrape.runs.run import Run
 
 if TYPE_CHECKING:
     from redgrape.reading.tensorboard import TensorBoard

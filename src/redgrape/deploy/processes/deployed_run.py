@@ -29,9 +29,10 @@ from redgrape.engines import ClientHalf, Engine
 from redgrape.errors import ConfigError, StorageError, TooFewClients
 from redgrape.exchange.checks import UpdateRejected
 from redgrape.nets import pretrained
+from redgrape.runs.environment import file_digests, groups_of, input_of, machine
 from redgrape.runs.experiment import Experiment, NetOptions
 from redgrape.runs.folder import RunFolder
-from redgrape.runs.run import Prepared, Venue, file_digests, groups_of, input_of, machine
+from redgrape.runs.run import Prepared, Venue
 from redgrape.tree import Tensors
 
 if TYPE_CHECKING:

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from redgrape.reading.run_tables import SHORT, TITLES
 from redgrape.reading.suites.statistics import Paired
-
-if TYPE_CHECKING:
-    from redgrape.reading.suites.tables import Entry
+from redgrape.reading.suites.tables import Entry
 
 DASH = "–"
 

@@ -7,13 +7,10 @@ import math
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from redgrape.reading import run_tables, terminal
-
-if TYPE_CHECKING:
-    from redgrape.reading.suites.found_cells import Standing
-    from redgrape.reading.suites.tables import Table
+from redgrape.reading.suites.found_cells import Standing
+from redgrape.reading.suites.tables import Table
 
 
 def draw(table: Table, path: Path) -> None:

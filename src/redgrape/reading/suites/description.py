@@ -16,9 +16,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from redgrape.errors import ConfigError, unknown
 from redgrape.reading.suites import files
 from redgrape.runs.checksums import hash_of
+from redgrape.runs.environment import file_digests
 from redgrape.runs.experiment import Experiment, put, read_toml
 from redgrape.runs.figures import FIGURES
-from redgrape.runs.run import file_digests
 from redgrape.validation import one_line
 
 Scale: TypeAlias = Literal["paper", "study", "quick"]

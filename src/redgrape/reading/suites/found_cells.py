@@ -22,9 +22,9 @@ from redgrape.reading import run_tables
 from redgrape.reading.run_tables import RunView, find_runs, plain
 from redgrape.reading.suites.description import Cell, identity
 from redgrape.runs import durable
+from redgrape.runs.environment import REMEDY, Present, file_digests
 from redgrape.runs.experiment import Experiment
 from redgrape.runs.folder import try_lock
-from redgrape.runs.run import REMEDY, Present, file_digests
 
 DAMAGED = "damaged: "
 CHANGED = "does not match the request: "

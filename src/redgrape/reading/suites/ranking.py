@@ -5,18 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from redgrape.reading import method_index, run_tables
 from redgrape.reading.gap import baseline
 from redgrape.reading.run_tables import EXTRA_DATA, mean_std
 from redgrape.reading.suites.blocks import DASH, Block, Style, Text, called, figure, verdict
 from redgrape.reading.suites.curves import printed
+from redgrape.reading.suites.found_cells import Standing
 from redgrape.reading.suites.statistics import Paired
-
-if TYPE_CHECKING:
-    from redgrape.reading.suites.found_cells import Standing
-    from redgrape.reading.suites.tables import Table
+from redgrape.reading.suites.tables import Table
 
 COMPARED = ("accuracy", "tail")
 OUTSIDE = {"@alone": "no federation: nothing leaves a client", "@pooled": "no federation: all examples in one place"}
