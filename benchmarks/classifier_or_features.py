@@ -19,7 +19,7 @@ from redgrape import nets
 from redgrape.data.examples import Examples
 from redgrape.data.prepare import prepare
 from redgrape.exported.export import newest_state
-from redgrape.reading.run_tables import RunView
+from redgrape.reading.run_view import RunView
 from redgrape.runs.experiment import Experiment
 from redgrape.runs.folder import RunFolder
 

@@ -12,7 +12,7 @@ import torch
 
 from redgrape.data.prepare import prepare
 from redgrape.methods.climb import client_weights
-from redgrape.reading.run_tables import RunView
+from redgrape.reading.run_view import RunView
 from redgrape.runs.experiment import Experiment
 
 

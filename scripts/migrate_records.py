@@ -19,7 +19,7 @@ from typing import Any
 
 from redgrape.errors import StorageError
 from redgrape.reading import records
-from redgrape.reading.run_tables import RunView
+from redgrape.reading.run_view import RunView
 from redgrape.reading.suites.description import identity
 from redgrape.runs.checksums import hash_of
 from redgrape.runs.environment import file_digests

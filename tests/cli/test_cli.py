@@ -27,9 +27,9 @@ from redgrape.cli import main as cli
 from redgrape.cli.commands.training import run_name
 from redgrape.errors import BusyError
 from redgrape.reading import method_index
-from redgrape.reading.run_tables import FIGURES, cell, mean_std
+from redgrape.reading.run_tables import cell, mean_std
 from redgrape.runs.experiment import Experiment
-from redgrape.runs.figures import window
+from redgrape.runs.figures import FIGURES, window
 from redgrape.runs.folder import RunFolder
 
 Values = Callable[..., dict[str, Any]]

@@ -53,7 +53,7 @@ from redgrape.deploy.setup.folder import DataAgreement, Deployment, DeployOption
 from redgrape.errors import ConfigError, DataError, RedgrapeError, StorageError, TooFewClients, install
 from redgrape.methods.vine import Vine
 from redgrape.privacy.disclosure import disclosed, in_words
-from redgrape.reading.run_tables import RunView
+from redgrape.reading.run_view import RunView
 from redgrape.runs.experiment import Experiment, read_toml
 from redgrape.runs.folder import RunFolder
 from redgrape.runs.run import Run

@@ -35,7 +35,7 @@ from redgrape.engines import Lost
 from redgrape.errors import ConfigError, Diverged, TooFewClients
 from redgrape.exchange import fixed_point
 from redgrape.privacy.disclosure import disclosed, in_words
-from redgrape.reading.run_tables import RunView
+from redgrape.reading.run_view import RunView
 from redgrape.runs.experiment import Experiment
 from redgrape.runs.folder import RunFolder
 

@@ -19,7 +19,7 @@ from redgrape.cli.main import main
 from redgrape.data.federation import Groups
 from redgrape.errors import StorageError
 from redgrape.learning import evaluation, sums
-from redgrape.reading import run_tables
+from redgrape.reading import run_tables, run_view
 from redgrape.reading.page.figures import page_data
 from redgrape.reading.page.reading import Reading
 from redgrape.runs.figures import LONGEST, packed, unpacked, unpacked_record
@@ -225,7 +225,7 @@ def test_a_damaged_list_in_a_line_is_seen(finished: RunFolder, tmp_path: Path) -
     with pytest.raises(StorageError, match=r"metrics.jsonl' is damaged: a packed list"):
         folder.metrics()
     with pytest.raises(StorageError):
-        run_tables.RunView.read(tmp_path)
+        run_view.RunView.read(tmp_path)
 
 
 def command(*words: str) -> None:
@@ -241,7 +241,7 @@ def test_readers_show_it(finished: RunFolder, tmp_path: Path, capsys: pytest.Cap
     assert len(shown.splitlines()) < 120
     command("show", str(finished.path), "--json")
     assert len(json.loads(capsys.readouterr().out)["summary"]["per_class"]) == C
-    view = run_tables.RunView.read(finished.path)
+    view = run_view.RunView.read(finished.path)
     results = run_tables.collect([(view.label, view)])
     run_tables.draw_per_class(results, tmp_path / "per_class.png")
     assert (tmp_path / "per_class.png").stat().st_size > 10_000
@@ -255,7 +255,7 @@ def test_readers_show_it(finished: RunFolder, tmp_path: Path, capsys: pytest.Cap
 
 def test_an_unfinished_run_shows_the_classes_of_its_last_rounds(finished: RunFolder) -> None:
     reading = Reading.of(finished.path)
-    view = run_tables.RunView(
+    view = run_view.RunView(
         reading.view.path, reading.view.experiment, reading.view.environment, reading.view.metrics, None
     )
     shown = page_data({"a": Reading(view, [])})["runs"]["a"]["per_class"]

@@ -36,7 +36,7 @@ from redgrape.methods.fedopt import FedOpt
 from redgrape.methods.fedprox import FedProx
 from redgrape.methods.ratio_loss import RatioLoss, class_ratios
 from redgrape.methods.scaffold import Scaffold
-from redgrape.reading import run_tables
+from redgrape.reading import run_tables, run_view
 from redgrape.rounds import RunState, rounds, sample_clients
 from redgrape.testing.cases import IMAGE, float64_net
 from toys import random
@@ -986,7 +986,7 @@ def test_extra_data_is_marked_wherever_a_method_stands(tmp_path: Path) -> None:
     for name, extra in (("fedavg", False), ("fedic", True)):
         summary = {"mean_of_last": dict.fromkeys(run_tables.FIGURES, 0.5), "averaged_rounds": [1], "extra_data": extra}
         experiment = {"data": {"source": "x", "imbalance": "natural"}, "method": {"name": name}, "seed": 0, "rounds": 1}
-        runs.append((name, run_tables.RunView(tmp_path, experiment, None, [], summary)))
+        runs.append((name, run_view.RunView(tmp_path, experiment, None, [], summary)))
     results = run_tables.collect(runs)
     assert [result.title for result in results] == ["fedavg", "fedic †"]
     assert "† uses extra balanced data" in run_tables.caption(results)

@@ -39,7 +39,7 @@ from redgrape.privacy import account, noise
 from redgrape.privacy.account import Mechanism, epsilon
 from redgrape.privacy.disclosure import disclosed, disclosures, in_words, leak_in_one_line
 from redgrape.privacy.ledger import PrivacyLedger
-from redgrape.reading.run_tables import RunView
+from redgrape.reading.run_view import RunView
 from redgrape.rounds import PLAIN, RunState, exchanged
 from redgrape.runs.experiment import Experiment
 from redgrape.runs.folder import RunFolder

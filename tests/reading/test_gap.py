@@ -10,7 +10,8 @@ import pytest
 
 from redgrape.cli.main import run
 from redgrape.reading import gap
-from redgrape.reading.run_tables import Result, RunView
+from redgrape.reading.run_tables import Result
+from redgrape.reading.run_view import RunView
 
 
 def view(balanced: float, seed: int = 0, **data: Any) -> RunView:

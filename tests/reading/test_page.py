@@ -33,8 +33,9 @@ from redgrape.reading.page import figures, reading
 from redgrape.reading.page.figures import text
 from redgrape.reading.page.reading import is_locked
 from redgrape.reading.page.serve import Server
-from redgrape.reading.run_tables import FIGURES, RunView
+from redgrape.reading.run_view import RunView
 from redgrape.runs.experiment import Experiment
+from redgrape.runs.figures import FIGURES
 from redgrape.runs.finished import classifier_norms
 from redgrape.runs.folder import RunFolder
 from redgrape.runs.run import Run

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from redgrape.reading.run_tables import RunView
+from redgrape.reading.run_view import RunView
 from redgrape.reading.suites import description, formats, found_cells, ranking, tables
 from redgrape.reading.suites.blocks import FULL
 from redgrape.reading.suites.description import Cell

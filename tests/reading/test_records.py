@@ -12,8 +12,8 @@ import pytest
 
 from redgrape.cli import main as cli
 from redgrape.errors import StorageError
-from redgrape.reading import records, run_tables
-from redgrape.reading.run_tables import RunView
+from redgrape.reading import records, run_view
+from redgrape.reading.run_view import RunView
 from redgrape.runs.experiment import Experiment
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -36,7 +36,7 @@ def record_of(view: RunView, seed: int = 3) -> records.Record:
 def test_a_record_keeps_the_result_and_drops_what_no_table_needs(run: RunView, tmp_path: Path) -> None:
     file = tmp_path / "hand-quick.jsonl"
     records.add(file, {"a": record_of(run)})
-    view = run_tables.view(file / "a")
+    view = run_view.view(file / "a")
     assert view.experiment == run.experiment
     assert run.summary is not None and view.summary is not None
     assert view.summary["mean_of_last"] == run.summary["mean_of_last"]
@@ -49,7 +49,7 @@ def test_a_record_keeps_the_result_and_drops_what_no_table_needs(run: RunView, t
         assert {"accuracy", "tail", "macro_f1"} <= ours["test"].keys()
     assert view.cost["bytes_up"] == sum(m["bytes_up"] for m in run.metrics) > 0
     assert view.cost["seconds"] == run.cost["seconds"] is not None
-    assert run_tables.find_runs(tmp_path)[-1] == file / "a"
+    assert run_view.find_runs(tmp_path)[-1] == file / "a"
 
 
 def test_what_records_share_is_written_once_and_order_does_not_matter(run: RunView, tmp_path: Path) -> None:

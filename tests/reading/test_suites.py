@@ -30,7 +30,7 @@ from redgrape.data.longtail import exponential
 from redgrape.data.partition import partition
 from redgrape.errors import ConfigError, install
 from redgrape.reading import records
-from redgrape.reading.run_tables import RunView
+from redgrape.reading.run_view import RunView
 from redgrape.reading.suites import (
     blocks,
     cost,

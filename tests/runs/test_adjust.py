@@ -16,7 +16,7 @@ from redgrape.determinism import torch_stream
 from redgrape.errors import ConfigError
 from redgrape.learning import class_statistics
 from redgrape.method import ClientSite
-from redgrape.reading.run_tables import RunView
+from redgrape.reading.run_view import RunView
 from redgrape.runs.experiment import Experiment
 from redgrape.runs.finished import digest_of_state
 from redgrape.runs.folder import RunFolder

@@ -12,7 +12,7 @@ import redgrape as rg
 from redgrape.errors import ConfigError
 from redgrape.exported.export import export, newest_state
 from redgrape.exported.own_test import evaluate_run
-from redgrape.reading.run_tables import RunView
+from redgrape.reading.run_view import RunView
 from redgrape.runs import figures
 from redgrape.runs.finished import digest_of_state
 from redgrape.runs.folder import RunFolder

@@ -28,7 +28,7 @@ from redgrape.cli import main as cli
 from redgrape.data.federation import Federation
 from redgrape.engines import in_process
 from redgrape.errors import RedgrapeError, StorageError
-from redgrape.reading.run_tables import RunView
+from redgrape.reading.run_view import RunView
 from redgrape.runs import checksums, durable
 from redgrape.runs.environment import DECIDING
 from redgrape.runs.experiment import Experiment

@@ -26,7 +26,7 @@ from redgrape import tree
 from redgrape.data.prepare import DataOptions, prepare
 from redgrape.errors import BusyError, ConfigError, DataError, Diverged, RedgrapeError, StorageError
 from redgrape.exchange import checks
-from redgrape.reading.run_tables import RunView
+from redgrape.reading.run_view import RunView
 from redgrape.rounds import InMemory, RunState
 from redgrape.runs import durable
 from redgrape.runs.experiment import Experiment

@@ -19,7 +19,7 @@ import safetensors.torch
 from redgrape import own_code
 from redgrape.cli import main as cli
 from redgrape.errors import StorageError
-from redgrape.reading.run_tables import RunView
+from redgrape.reading.run_view import RunView
 from redgrape.reading.suites import grid, tables
 from redgrape.reading.suites.found_cells import Standing
 from redgrape.runs import checksums, durable

@@ -17,7 +17,7 @@ from redgrape.cli import main as cli
 from redgrape.errors import ConfigError
 from redgrape.exchange import Exchange
 from redgrape.reading import records
-from redgrape.reading.run_tables import RunView
+from redgrape.reading.run_view import RunView
 from redgrape.reading.suites.description import identity
 from redgrape.runs.checksums import hash_of
 from redgrape.runs.experiment import Experiment

@@ -41,7 +41,7 @@ from redgrape.nets import pretrained
 from redgrape.nets.net import Net
 from redgrape.privacy.disclosure import recorded_disclosures
 from redgrape.reading import judged
-from redgrape.reading.run_tables import RunView
+from redgrape.reading.run_view import RunView
 from redgrape.rounds import RunState
 from redgrape.runs import checksums, durable
 from redgrape.runs.experiment import NetOptions

@@ -23,7 +23,7 @@ from redgrape.exported.inference import calibrated_figures, evaluate_batches
 from redgrape.learning import calibration, sums
 from redgrape.learning.calibration import Calibration
 from redgrape.nets.net import Net
-from redgrape.reading.run_tables import RunView
+from redgrape.reading.run_view import RunView
 from redgrape.runs.embedded import embedder, for_encoder
 from redgrape.runs.environment import contents
 from redgrape.runs.experiment import Experiment

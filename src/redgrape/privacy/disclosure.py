@@ -22,7 +22,7 @@ from redgrape.exchange import ClassRows, Direction, Exchange, Parts, Sum, Weight
 from redgrape.exchange.parts import class_rows
 from redgrape.privacy.ledger import PrivacyLedger
 from redgrape.reading.judged import clients_in
-from redgrape.reading.run_tables import RunView
+from redgrape.reading.run_view import RunView
 from redgrape.runs.figures import unpacked
 
 

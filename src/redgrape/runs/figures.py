@@ -25,6 +25,12 @@ def window(rounds: int) -> int:
     return max(1, min(LAST, rounds // 2))
 
 
+def mean_of_known(values: Sequence[float | None]) -> float | None:
+    """The mean of the values that are there. None if there is none."""
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else None
+
+
 def best_round(records: Iterable[Mapping[str, Any]]) -> int:
     """The first round with the highest class-balanced accuracy on the validation examples. 0 if there is none."""
     found = [(record["validation"]["balanced"], -record["round"]) for record in records if "validation" in record]

@@ -13,7 +13,7 @@ from redgrape.determinism import same_bits_everywhere
 from redgrape.errors import ConfigError, StorageError
 from redgrape.rounds import RunState
 from redgrape.runs.experiment import Experiment
-from redgrape.runs.figures import FIGURES, OF_MANY_CLASSES
+from redgrape.runs.figures import FIGURES, OF_MANY_CLASSES, mean_of_known
 from redgrape.runs.folder import RunFolder
 from redgrape.tree import Tensors, Tree
 
@@ -66,7 +66,7 @@ def summarize(
         "averaged_rounds": [record["round"] for record in evaluated],
         "mean_of_last": _means(tests),
         "validation": _means([record["validation"] for record in evaluated if "validation" in record]) or None,
-        "per_class": [_mean(values) for values in zip(*[test["per_class"] for test in tests], strict=True)],
+        "per_class": [mean_of_known(values) for values in zip(*[test["per_class"] for test in tests], strict=True)],
         "last": tests[-1],
         "confusion": confusion,
         "classifier_norms": classifier_norms(state.server),
@@ -91,9 +91,4 @@ def digest_of_state(state: RunState) -> str:
 
 def _means(scores: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
     named = [f for f in (*FIGURES, *OF_MANY_CLASSES) if all(f in score for score in scores)]  # older rounds lack some
-    return {figure: _mean([score[figure] for score in scores]) for figure in named} if scores else {}
-
-
-def _mean(values: Sequence[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return sum(known) / len(known) if known else None
+    return {figure: mean_of_known([score[figure] for score in scores]) for figure in named} if scores else {}

@@ -185,7 +185,7 @@ def run(options: argparse.Namespace) -> None:
     from redgrape.deploy.processes.superlink import Link
     from redgrape.deploy.setup.create import deployed
     from redgrape.deploy.setup.folder import Deployment
-    from redgrape.reading import run_tables
+    from redgrape.reading import run_view
     from redgrape.runs.experiment import Experiment
     from redgrape.runs.folder import RunFolder
 
@@ -211,7 +211,7 @@ def run(options: argparse.Namespace) -> None:
             raise ConfigError(f"'{path}' holds another experiment; choose another --name")
     else:
         folder = RunFolder.create(path, experiment)
-    label = run_tables.run_label(experiment.method.resolved())
+    label = run_view.run_label(experiment.method.resolved())
     progress = Progress(label, folder.newest_round(), experiment.rounds, as_json=options.json, quiet=options.quiet)
     with _link(deployment, options.simulate) as (where, link):
         this = submission.Submission(

@@ -12,7 +12,7 @@ import tomli_w
 
 from redgrape.cli.progress import percent
 from redgrape.errors import ConfigError, StorageError
-from redgrape.reading import judged, run_tables
+from redgrape.reading import judged, run_tables, run_view
 from redgrape.reading.terminal import lines, listed, paragraph, printable, prose, table
 from redgrape.runs.figures import LONGEST
 
@@ -27,12 +27,12 @@ def ls(options: argparse.Namespace) -> None:
             f"there is no folder '{options.folder}'; create a run with `redgrape run`, or choose another folder"
         )
     runs = []
-    for path in run_tables.find_runs(options.folder):
+    for path in run_view.find_runs(options.folder):
         try:
-            runs.append(run_tables.view(path))
+            runs.append(run_view.view(path))
         except StorageError as error:  # one damaged run must not hide the others
             print(f"note: {printable(error)}", file=sys.stderr)
-    other = run_tables.other_data(runs)
+    other = run_view.other_data(runs)
     for path, why in other.items():
         print(f"note: '{printable(path)}' cannot be compared: {printable(why)}", file=sys.stderr)
     if options.json:
@@ -56,10 +56,10 @@ def ls(options: argparse.Namespace) -> None:
 
 def show(options: argparse.Namespace) -> None:
     """Show one run: its experiment, progress and result."""
-    run = run_tables.view(options.run)
+    run = run_view.view(options.run)
     if options.json:
         tested = {"test_counts": judged.counts_of(run.environment, run.summary)}
-        experiment = run_tables.plain(run.experiment)
+        experiment = run_view.plain(run.experiment)
         print(json.dumps({**run.row(), **tested, "experiment": experiment, "summary": run.summary}))
         return
     print(lines(tomli_w.dumps(run.experiment).strip()))
@@ -104,7 +104,7 @@ def methods(options: argparse.Namespace) -> None:
     if options.json:
         presets = {name: dict(values) for name, values in method.presets.items()}
         facts = {"name": options.name, "fidelity": method.fidelity, "hyper_parameters": fields, "presets": presets}
-        print(json.dumps(run_tables.plain(facts)))
+        print(json.dumps(run_view.plain(facts)))
         return
     about = method.__doc__ if "+" in options.name else sys.modules[method.__module__].__doc__
     print(prose((about or "").strip()))

@@ -14,7 +14,7 @@ from redgrape.reading.page import suite
 from redgrape.reading.page.document import document
 from redgrape.reading.page.figures import page_data, text
 from redgrape.reading.page.reading import Reading
-from redgrape.reading.run_tables import find_runs
+from redgrape.reading.run_view import find_runs
 from redgrape.runs import durable
 
 

@@ -7,7 +7,7 @@ import json
 import textwrap
 
 from redgrape.privacy.disclosure import disclosed, in_words
-from redgrape.reading.run_tables import RunView
+from redgrape.reading.run_view import RunView
 from redgrape.reading.terminal import printable
 
 

@@ -16,7 +16,8 @@ from redgrape.cli.commands.training import carry_out, command_of, described, run
 from redgrape.cli.main import ending_at_signals
 from redgrape.cli.publish import publish
 from redgrape.errors import BusyError, ConfigError, DataError, Diverged, RedgrapeError, StorageError, TooFewClients
-from redgrape.reading.run_tables import RunView, mean_std
+from redgrape.reading.run_tables import mean_std
+from redgrape.reading.run_view import RunView
 from redgrape.reading.suites import cost, description, formats, found_cells, grid, search, side_by_side, tables
 from redgrape.reading.suites.description import Cell, Label, Suite, text
 from redgrape.reading.suites.found_cells import Standing

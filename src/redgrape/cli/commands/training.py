@@ -23,7 +23,7 @@ from redgrape.engines import devices
 from redgrape.errors import ConfigError, DataError, StorageError, enough_memory, unknown
 from redgrape.methods import RECOMMENDED, WITHOUT_TRAINING
 from redgrape.privacy.disclosure import disclosed, leak_in_one_line
-from redgrape.reading import run_tables
+from redgrape.reading import run_tables, run_view
 from redgrape.reading.suites import cost, tables
 from redgrape.reading.suites.description import Cell, Suite, text
 from redgrape.reading.suites.found_cells import Standing
@@ -52,7 +52,7 @@ def _new_run(experiment: Experiment, options: argparse.Namespace) -> RunFolder |
     if options.overwrite and RunFolder.is_only_begun(out):
         RunFolder.open(out).remove()
     folder = RunFolder.create(out, experiment)
-    if carry_out(folder, options, run_tables.run_label(experiment.method.resolved())):
+    if carry_out(folder, options, run_view.run_label(experiment.method.resolved())):
         tell_leak(folder, options)
     return folder
 
@@ -106,7 +106,7 @@ def resume(options: argparse.Namespace) -> None:
     if options.dry_run:
         print_plan(folder.path, experiment, options)
         return
-    if carry_out(folder, options, run_tables.run_label(experiment.method.resolved()), options.rounds):
+    if carry_out(folder, options, run_view.run_label(experiment.method.resolved()), options.rounds):
         tell_leak(folder, options)
     finish(folder, options)
 
@@ -138,10 +138,10 @@ def compare(options: argparse.Namespace) -> None:
         return
     _check_taken([(experiment, path) for _, experiment, path in cells], options)
     standings = [
-        Standing(Cell({"method": spec}, e), run_tables.RunView.read(path) if (path / "summary.json").exists() else None)
+        Standing(Cell({"method": spec}, e), run_view.RunView.read(path) if (path / "summary.json").exists() else None)
         for spec, e, path in cells
     ]
-    views: list[run_tables.RunView] = []
+    views: list[run_view.RunView] = []
     leaks: list[str] = []
     for i, (spec, experiment, path) in enumerate(cells):
         is_new = not (path / "experiment.toml").is_file()
@@ -149,12 +149,12 @@ def compare(options: argparse.Namespace) -> None:
         label = spec if len(cells) == len(options.methods) else f"{spec} {_told_apart(experiment)}"
         heading = run_of(i, standings, options) if len(cells) > 1 and not standings[i].finished else ""
         has_trained = carry_out(folder, options, label, heading=heading)
-        views.append(run_tables.RunView.read(path))
+        views.append(run_view.RunView.read(path))
         standings[i] = replace(standings[i], view=views[-1])
         if has_trained and (line := leak_in_one_line(disclosed(views[-1]))) is not None:
             leaks.append(line)
     tell_leaks(leaks, options)
-    for path, why in run_tables.other_data(views).items():
+    for path, why in run_view.other_data(views).items():
         raise StorageError(f"'{path}' cannot be compared: {why}; {REMEDY}")
     results = run_tables.collect(zip([spec for spec, *_ in cells], views, strict=True), options.on)
     picture = options.out / "per_class.png"
@@ -291,7 +291,7 @@ def _why_not_taken(folder: RunFolder, experiment: Experiment, present: Present) 
 def print_plan(folder: Path, experiment: Experiment, options: argparse.Namespace) -> None:
     """Print what would run, and where."""
     if options.json:
-        values = run_tables.plain(experiment.resolved())
+        values = run_view.plain(experiment.resolved())
         print(json.dumps({"folder": str(folder), "hash": experiment.hash(), "experiment": values}))
     else:
         print(f"# would run in {printable(folder)}\n# experiment {experiment.hash()}")
@@ -334,7 +334,7 @@ def carry_out(
 
 
 def tell_leak(folder: RunFolder, options: argparse.Namespace) -> None:
-    line = leak_in_one_line(disclosed(run_tables.RunView.read(folder.path)))
+    line = leak_in_one_line(disclosed(run_view.RunView.read(folder.path)))
     tell_leaks([] if line is None else [line], options)
 
 
@@ -377,7 +377,7 @@ def cores() -> int:
 
 def finish(folder: RunFolder, options: argparse.Namespace, more: Mapping[str, Any] = MappingProxyType({})) -> None:
     """Print the result of a run. `more`: what the JSON also has."""
-    view = run_tables.RunView.read(folder.path)
+    view = run_view.RunView.read(folder.path)
     if options.json:
         print(json.dumps({"folder": str(folder.path), "summary": view.summary, **more}))
         return

@@ -31,7 +31,8 @@ from redgrape.reading import judged
 from redgrape.reading.gap import baseline
 from redgrape.reading.gap import notes as gap_notes
 from redgrape.reading.page.reading import Reading
-from redgrape.reading.run_tables import EXTRA_DATA, Result, cell, other_data, run_label, started
+from redgrape.reading.run_tables import Result, cell
+from redgrape.reading.run_view import EXTRA_DATA, other_data, run_label, started
 from redgrape.reading.terminal import printable
 from redgrape.runs.figures import FIGURES, unpacked, window
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from redgrape.errors import StorageError
-from redgrape.reading.run_tables import RunView, view
+from redgrape.reading.run_view import RunView, view
 from redgrape.runs import checksums, durable
 
 FILES = (

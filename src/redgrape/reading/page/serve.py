@@ -23,7 +23,7 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from redgrape.errors import ConfigError, StorageError
-from redgrape.reading import run_tables
+from redgrape.reading import run_view
 from redgrape.reading.page.document import document, policy
 from redgrape.reading.page.figures import page_data, text
 from redgrape.reading.page.reading import FILES, Reading
@@ -49,7 +49,7 @@ class Runs:
         self._one_at_a_time = threading.Lock()
 
     def paths(self) -> dict[str, Path]:
-        return {path.relative_to(self.folder).as_posix(): path for path in run_tables.find_runs(self.folder)}
+        return {path.relative_to(self.folder).as_posix(): path for path in run_view.find_runs(self.folder)}
 
     def listed(self) -> list[dict[str, Any]]:
         rows = []

@@ -12,7 +12,7 @@ from statistics import median
 from redgrape.data import longtail
 from redgrape.errors import RedgrapeError
 from redgrape.nets import pretrained
-from redgrape.reading.run_tables import RunView, find_runs
+from redgrape.reading.run_view import RunView, find_runs
 from redgrape.reading.suites.found_cells import Standing
 from redgrape.runs.experiment import Experiment
 from redgrape.runs.figures import LAST

@@ -13,7 +13,8 @@ from typing import Any
 
 from redgrape.errors import ConfigError
 from redgrape.reading import terminal
-from redgrape.reading.run_tables import BEST, EXTRA_DATA, TITLES, plain
+from redgrape.reading.run_tables import BEST, TITLES
+from redgrape.reading.run_view import EXTRA_DATA, plain
 from redgrape.reading.suites import found_cells, ranking
 from redgrape.reading.suites.blocks import FULL, NARROW, Block, Style, Text, called, figure, times100, verdict
 from redgrape.reading.suites.description import text

@@ -18,8 +18,8 @@ from typing import Any
 from redgrape.data.sources import DATASETS, data_root
 from redgrape.errors import RedgrapeError, StorageError
 from redgrape.reading import records as record_files
-from redgrape.reading import run_tables
-from redgrape.reading.run_tables import RunView, find_runs, plain
+from redgrape.reading import run_view
+from redgrape.reading.run_view import RunView, find_runs, plain
 from redgrape.reading.suites.description import Cell, identity
 from redgrape.runs import durable
 from redgrape.runs.environment import REMEDY, Present, file_digests
@@ -112,7 +112,7 @@ class _Found:
             if found is None or found not in self._wanted:
                 continue
             try:
-                standing = Standing(self._wanted[found], run_tables.view(path), is_record)
+                standing = Standing(self._wanted[found], run_view.view(path), is_record)
             except StorageError as error:
                 self._refused.setdefault(found, f"{DAMAGED}{error}")
                 continue

@@ -8,7 +8,8 @@ from pathlib import Path
 
 from redgrape.reading import method_index, run_tables
 from redgrape.reading.gap import baseline
-from redgrape.reading.run_tables import EXTRA_DATA, mean_std
+from redgrape.reading.run_tables import mean_std
+from redgrape.reading.run_view import EXTRA_DATA
 from redgrape.reading.suites.blocks import DASH, Block, Style, Text, called, figure, verdict
 from redgrape.reading.suites.curves import printed
 from redgrape.reading.suites.found_cells import Standing

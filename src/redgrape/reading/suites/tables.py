@@ -6,7 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from redgrape.errors import ConfigError
-from redgrape.reading.run_tables import RunView, mean_std, other_data
+from redgrape.reading.run_tables import mean_std
+from redgrape.reading.run_view import RunView, other_data
 from redgrape.reading.suites.description import Suite, label_text
 from redgrape.reading.suites.found_cells import Standing
 from redgrape.reading.suites.statistics import FEWEST_SEEDS, Paired, paired
