@@ -218,8 +218,9 @@ def _run_in_turn(
                 after[i], folder = _begin(standing.cell, home, options, present)
                 if folder is not None:
                     heading = run_of(i, after, options, at_once) if verbose else ""
-                    if options.quiet and verbose:  # one of several processes
-                        print(heading, file=sys.stderr)
+                    if at_once > 1 and verbose:  # one of several processes, of which another may have the cell
+                        with folder.locked():
+                            print(heading, file=sys.stderr)
                     carry_out(folder, options, label=name, heading=heading)
                     after[i] = replace(after[i], view=RunView.read(folder.path))
                 elif after[i].is_refused:
@@ -227,7 +228,7 @@ def _run_in_turn(
                     failures.append(kind(f"{name}: {after[i].obstacle}"))
             except BusyError:
                 after[i] = replace(standing, obstacle=BUSY)
-                if verbose:
+                if verbose and at_once == 1:
                     print(f"skipped: {name}: {BUSY}", file=sys.stderr)
             except (ConfigError, DataError, Diverged, StorageError, TooFewClients) as error:
                 after[i] = replace(standing, obstacle=str(error))
