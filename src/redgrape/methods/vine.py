@@ -4,7 +4,7 @@ This method is ours. With threshold T = inf, RedGrape's Eq. (11) uses only the *
 table of classes is sent: each client sends one matrix of the classifier's size, and the server adds up the changes. In
 a secure sum nobody sees the gradient of a single class or client. H_c clients hold class c.
 
-    survey  H_c and the class counts, secure sums. A class with H_c < min_holders stays at home: G knows nothing of it
+    survey  H_c and the class counts, secure sums. A class with H_c < min_holders is not shared: it has no part in G
     server  sends theta^{t-1} and G
     client  1  M_k <- sum_i m_{y_i} (p_i - e_{y_i}) [h_i; 1]^T / (H_{y_i} n_{k,y_i}) at the received model: its part of
                the sum over the classes of the mean over their holders. p_i = softmax(z_i + log m), m = pi^tau with tau
@@ -13,8 +13,8 @@ a secure sum nobody sees the gradient of a single class or client. H_c clients h
                   g_bal <- G / C [ + 1/C sum_{c in L_bal} m_c (grad_c(D_bal; now) - grad_c(D_bal; received)) ]
                   W <- W - eta_l [ g_local + lambda g_bal ||mean g_local|| / ||g_bal|| ]         RedGrape's Eq. (12)
                mean g_local: of the round so far; a batch's own is mostly noise, and the pull would be too long.
-               A class at home has no row in W_hat. Where a client does not hold it, its training logit gets log pi_c -
-               mean_j log pi_j, j over the shared classes, so that others hardly push it down; holders train it as it is
+               A class that is not shared has no row in W_hat. At clients that lack it, its training logit gets log pi_c
+               - mean_j log pi_j, j over the shared classes, so that they hardly push it down; holders train it plainly
             3  sends theta_k - theta^{t-1}, n_k and M_k - S_k, and adds that to S_k, what it has sent so far
     server  G <- G + sum of what arrived: the sum of all clients' latest M_k, whoever was sampled
 

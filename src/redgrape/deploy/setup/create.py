@@ -121,8 +121,9 @@ _MASKED = """
 All but the last two is masked, so that the server can read only the sum over all sites (secure aggregation)."""
 
 _ROWS = """\
-with RedGrape and CReFF a mean gradient for each class of which you hold at least {min_count} examples, and so which
-  these classes are; with some settings also how many examples of them you hold"""
+with RedGrape and CReFF a mean gradient for each class of which you hold at least {min_count} examples, with FedNH and
+  RUCR a mean of its features, and so which these classes are; with some settings also how many examples of them you
+  hold"""
 
 
 def create(path: Path, options: DeployOptions) -> None:
