@@ -757,6 +757,11 @@ def test_without_a_command_it_says_how_to_begin(command: Command) -> None:
         assert parser.build().parse_args(words)
 
 
+def test_a_method_in_place_of_an_experiment(command: Command) -> None:
+    outcome = command("run", "fedavg")
+    assert outcome.code == 2 and "write --method fedavg" in outcome.err and outcome.err.count("\n") == 1
+
+
 def test_the_help_tells_the_defaults() -> None:
     values = Experiment().resolved()
     for flag, (key, _, text) in flags.EXPERIMENT.items():

@@ -30,8 +30,10 @@ def test_the_share_of_the_gap() -> None:
     results = [Result("m", [view(0.4), view(0.5, 1)]), sites, Result("m@pooled", [view(0.5, pooled=True)])]
     assert gap.notes(results) == [
         "m@alone: class-balanced accuracy 30.0 % as the mean of 2 clients, 25.0 % at the worst (n)",
-        "share of the gap from m@alone (30.0 %) to m@pooled (50.0 %) that federating closes: m 75 %",
+        "share of the gap from m@alone (30.0 %) to m@pooled (50.0 %) that is closed: m 75 %",
     ]
+    better = [Result("other", [view(0.6)]), *results[1:]]
+    assert gap.notes(better)[1].endswith("is closed: other 150 %; above 100 %, the method itself gains too")
     assert gap.notes(results[:1]) == [] and len(gap.notes(results[:2])) == 1
     small = [results[0], sites, Result("m@pooled", [view(0.3, pooled=True)])]
     assert gap.notes(small)[1] == "there is no gap from m@alone (30.0 %) to m@pooled (30.0 %)"

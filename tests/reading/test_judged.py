@@ -106,3 +106,10 @@ def test_the_automatic_hold_out_has_every_class_of_two_examples(size: int) -> No
     held_out = np.bincount(labels[held_out_rows(labels, 2, seed=0)], minlength=2)
     assert held_out[0] >= (size > 1)
     assert held_out[0] < size
+
+
+def test_rare_classes_that_validation_took_from() -> None:
+    """Ten of c are left, which is not few; of b validation took none."""
+    (note,) = judged.taken(["a", "b", "c"], [3, 0, 3], [4, 4, 10])
+    assert note.startswith("validation took training examples of class a (3 of 7);")
+    assert judged.taken(["a"], None, [4]) == judged.taken(["a"], [3], None) == []

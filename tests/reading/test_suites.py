@@ -1162,11 +1162,22 @@ def test_notes_tell_short_runs_and_rising_ones() -> None:
     assert written("n", {"A": three, "B": three}, rise=0.009).notes == []
     (note,) = written("n", {"A": three, "B": three}, rise=0.02).notes
     assert note == "still learning at the end, up by more than a point in the last rounds: 6 of 6 runs"
+    (note,) = written("n", {"A": three, "B": [0.5, 0.4, 0.5]}, rise=-0.04).notes
+    assert note == "worse at the end, down by more than 3 points in the last rounds: 6 of 6 runs"
+    assert written("n", {"A": three, "B": three}, rise=0.5, rounds=20).notes == []  # only the warm-up was lower
     (note,) = written("n", {"A": three, "B": three}, rounds=19).notes
     assert note == "too short to compare methods: 19 rounds"
     assert written("n", {"A": three, "B": three}, brief={"B": 2}).notes == []  # a head from sums
     (note,) = written("n", {"A": three, "B": three}, brief={"B": 3}).notes
     assert note == "too short to compare methods: 3 rounds"
+
+
+def test_the_change_at_the_end_of_a_short_run() -> None:
+    """Of 20 rounds the first ten are a warm-up. The second half of the others is up by 0.5 in the mean."""
+    metrics = [{"round": i, "test": {"accuracy": 0.0 if i <= 10 else i / 10}} for i in range(1, 21)]
+    view = RunView(Path("somewhere"), {}, None, metrics, None)
+    assert tables._change(view, "test") == pytest.approx(0.5)
+    assert tables._change(replace(view, metrics=metrics[:10]), "test") == 0.0
 
 
 def test_nothing_is_bold_where_nothing_is_better() -> None:

@@ -33,8 +33,10 @@ def notes(results: Sequence[Result]) -> list[str]:
             if end <= start:
                 told.append(f"there is no gap {way}")
             elif reached:
-                shares = ", ".join(f"{name} {100 * (m - start) / (end - start):.0f} %" for name, m in reached.items())
-                told.append(f"share of the gap {way} that federating closes: {shares}")
+                shares = {name: 100 * (mean - start) / (end - start) for name, mean in reached.items()}
+                beyond = "; above 100 %, the method itself gains too" if max(shares.values()) > 100 else ""
+                closed = ", ".join(f"{name} {share:.0f} %" for name, share in shares.items())
+                told.append(f"share of the gap {way} that is closed: {closed}{beyond}")
     return told
 
 

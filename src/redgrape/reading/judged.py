@@ -62,6 +62,15 @@ def notes(
     return [words for words, classes in found.items() if classes]
 
 
+def taken(names: Sequence[str], validation: Sequence[int] | None, training: Sequence[int] | None) -> list[str]:
+    """A note on rare classes of which validation took examples that training lacks now."""
+    known = zip(names, validation or [], training or [], strict=False)
+    rare = [f"{name} ({v} of {v + t})" for name, v, t in known if v and t < FEW]
+    return (
+        [f"validation took training examples of {_listed(rare)}; a smaller data.validation takes fewer"] if rare else []
+    )
+
+
 def _listed(names: Sequence[str]) -> str:
     more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
     return f"class{'es' if len(names) > 1 else ''} {', '.join(map(str, names[:NAMED]))}{more}"

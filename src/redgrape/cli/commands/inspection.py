@@ -18,6 +18,7 @@ from redgrape.runs.figures import LONGEST
 
 if TYPE_CHECKING:
     from redgrape.reading.method_index import Line
+    from redgrape.reading.run_view import RunView
 
 
 def ls(options: argparse.Namespace) -> None:
@@ -55,22 +56,28 @@ def ls(options: argparse.Namespace) -> None:
 
 
 def show(options: argparse.Namespace) -> None:
-    """Show one run: its experiment, progress and result."""
+    """Show one run: its progress, result and settings."""
     run = run_view.view(options.run)
     if options.json:
         tested = {"test_counts": judged.counts_of(run.environment, run.summary)}
         experiment = run_view.plain(run.experiment)
         print(json.dumps({**run.row(), **tested, "experiment": experiment, "summary": run.summary}))
         return
-    print(lines(tomli_w.dumps(run.experiment).strip()))
-    print(f"\nrounds done: {run.rounds_done} of {run.experiment['rounds']}")
+    print(f"rounds done: {run.rounds_done} of {run.experiment['rounds']}")
     if run.environment is not None:
         print(printable(f"split: {run.environment['split']}"))
     if run.summary is None:
         print(printable(f"not finished; continue it with `redgrape resume {options.run}`"))
-        return
+    else:
+        _show_result(run, options.on)
+    print(f"\nsettings, also those that do not apply to this data\n\n{lines(tomli_w.dumps(run.experiment).strip())}")
+
+
+def _show_result(run: RunView, on: str) -> None:
+    """The figures of a finished run, and those of each class."""
+    assert run.summary is not None
     print()
-    run_tables.print_table(run_tables.collect([(run.label, run)], options.on))
+    run_tables.print_table(run_tables.collect([(run.label, run)], on))
     if run.environment is not None:
         names, tested = run.environment["class_names"], judged.counts_of(run.environment, run.summary)
         counts = run.environment["class_counts"]  # None if only the sites of a deployment know

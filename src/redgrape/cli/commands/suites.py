@@ -16,7 +16,7 @@ from redgrape.cli.commands.training import carry_out, command_of, described, run
 from redgrape.cli.main import ending_at_signals
 from redgrape.cli.publish import publish
 from redgrape.errors import BusyError, ConfigError, DataError, Diverged, RedgrapeError, StorageError, TooFewClients
-from redgrape.reading.run_tables import mean_std
+from redgrape.reading import run_tables
 from redgrape.reading.run_view import RunView
 from redgrape.reading.suites import cost, description, formats, found_cells, grid, search, side_by_side, tables
 from redgrape.reading.suites.description import Cell, Label, Suite, text
@@ -85,6 +85,8 @@ def sweep(options: argparse.Namespace) -> None:
         return
     standings, failures = _run(standings, options.out / options.name, options)
     notes = grid.tuning(suite.axes) if options.on == "test" else []
+    if done := [("", s.view) for s in standings if s.view is not None and s.finished]:
+        notes += run_tables.notes(run_tables.collect(done, options.on))
     table = tables.build(suite, standings, on=options.on, command=_sweep_command(options), notes=notes)
     publish(table, options.out / options.name, as_json=options.json)
     _raise_first(failures)
@@ -121,7 +123,7 @@ def _search(values: dict[str, object], seeds: Sequence[int], options: argparse.N
         new = [s for s in standings if s.cell.identity not in {f.cell.identity for f in found}]
         found.extend(new)
         scores = [s.view.summary["validation"]["balanced"] for s in standings if s.view and s.view.summary]
-        return mean_std(scores)[0] if len(scores) == len(seeds) else None
+        return run_tables.mean_std(scores)[0] if len(scores) == len(seeds) else None
 
     for _ in search.proposals(choices, options.search, score):
         pass

@@ -188,6 +188,9 @@ def _recommended(options: argparse.Namespace) -> list[str]:
 
 def described(options: argparse.Namespace) -> dict[str, Any]:
     """The values of the experiment. Flags override the file, and -c assignments override both."""
+    file = options.experiment
+    if file is not None and not file.exists() and str(file) in methods.names():
+        raise ConfigError(f"'{file}' is a method, and no file of this name is here; write --method {file}")
     values = read_toml(options.experiment) if options.experiment else {}
     for key, value in vars(options).items():
         if key.startswith("set:") and value is not None:

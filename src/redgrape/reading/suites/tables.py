@@ -16,6 +16,7 @@ from redgrape.runs.figures import LAST
 
 TOO_SHORT = 2 * LAST  # shorter runs have no LAST rounds after their warm-up
 RISE = 0.01  # a run is still learning if its accuracy rose by more than this in the last rounds
+FALL = 0.03  # methods go up and down by a point or two; this is more
 
 
 @dataclass(frozen=True)
@@ -153,14 +154,15 @@ def _notes(standings: Sequence[Standing], on: str) -> list[str]:
             notes.append(f"too short to compare methods: {_list(short)} rounds")
         else:
             varying = _varying_axes(finished)
-            rising = [s for s in finished if s.view is not None and _rises(s.view, on)]
-            if rising:
-                names = list(dict.fromkeys(_name(s, varying) for s in rising))
-                who = f" ({'; '.join(names)})" if varying and len(rising) < len(finished) else ""
-                notes.append(
-                    f"still learning at the end, up by more than a point in the last rounds: {len(rising)} of "
-                    f"{len(finished)} runs{who}"
-                )
+            changes = [(s, _change(s.view, on)) for s in finished if s.view is not None]
+            for words, moved in (
+                ("still learning at the end, up by more than a point", [s for s, by in changes if by > RISE]),
+                (f"worse at the end, down by more than {100 * FALL:g} points", [s for s, by in changes if by < -FALL]),
+            ):
+                names = list(dict.fromkeys(_name(s, varying) for s in moved))
+                who = f" ({'; '.join(names)})" if varying and len(moved) < len(finished) else ""
+                if moved:
+                    notes.append(f"{words} in the last rounds: {len(moved)} of {len(finished)} runs{who}")
         seeds: dict[str, set[int]] = {}
         for s in finished:
             seeds.setdefault(_name(s, s.cell.labels), set()).add(s.cell.seed)
@@ -208,13 +210,14 @@ def _name(standing: Standing, axes: Iterable[str]) -> str:
     return ", ".join(label_text(axis, standing.cell.labels[axis]) for axis in axes)
 
 
-def _rises(view: RunView, on: str) -> bool:
-    """Whether the last rounds are better than the twenty before them by more than RISE."""
-    evaluated = [(r["round"], r[on]["accuracy"]) for r in view.metrics if on in r]
-    last = [accuracy for _, accuracy in evaluated[-LAST:]]
-    begin = evaluated[-LAST][0] if len(evaluated) > LAST else 0
-    before = [accuracy for number, accuracy in evaluated[:-LAST] if number >= begin - 2 * LAST]
-    return bool(before) and sum(last) / len(last) - sum(before) / len(before) > RISE
+def _change(view: RunView, on: str) -> float:
+    """How the accuracy of the last rounds differs from that of the twenty before them, without the first rounds, which
+    are a warm-up. If there are no others, the last rounds are halved."""
+    evaluated = [(r["round"], r[on]["accuracy"]) for r in view.metrics if on in r and r["round"] > LAST]
+    last, before = evaluated[-LAST:], [pair for pair in evaluated[:-LAST] if pair[0] >= evaluated[-LAST][0] - 2 * LAST]
+    if not before:
+        before, last = last[: len(last) // 2], last[len(last) // 2 :]
+    return mean_std([a for _, a in last])[0] - mean_std([a for _, a in before])[0] if before else 0.0
 
 
 def _list(numbers: Iterable[int]) -> str:
