@@ -150,7 +150,7 @@ RECORD = (
     *("class_contributors", "class_released", "bytes_down", "bytes_up", "epsilon", "test", "validation"),
 )
 
-_ADVICE = "lower the learning rate or clip the gradient"
+_ADVICE = "lower the learning rate, clip the gradient, or scale the inputs"
 
 
 class _Answers:

@@ -166,3 +166,11 @@ def test_without_a_start_there_must_be_training() -> None:
         Experiment.parse({"method": {"name": "fedavg", "epochs": 0}})
     plain = Experiment.parse({"method": {"name": "fedavg"}})
     assert "start" not in plain.resolved()
+
+
+def test_the_result_stands_below_that_of_the_run(
+    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    adjusted(place, tmp_path, "tau_norm")
+    first, second = [line.split()[0] for line in capsys.readouterr().out.splitlines()[1:3]]
+    assert (first, second) == ("fedavg", "tau_norm")

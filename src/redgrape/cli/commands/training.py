@@ -9,7 +9,7 @@ import re
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, closing, nullcontext
+from contextlib import AbstractContextManager, closing, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -379,12 +379,16 @@ def cores() -> int:
 
 
 def finish(folder: RunFolder, options: argparse.Namespace, more: Mapping[str, Any] = MappingProxyType({})) -> None:
-    """Print the result of a run. `more`: what the JSON also has."""
+    """Print the result of a run, below that of the run it started from. `more`: what the JSON also has."""
     view = run_view.RunView.read(folder.path)
     if options.json:
         print(json.dumps({"folder": str(folder.path), "summary": view.summary, **more}))
         return
-    run_tables.print_table(run_tables.collect([(view.label, view)]))
+    shown = [view]
+    if "start" in view.experiment:
+        with suppress(StorageError):  # it may have been moved since
+            shown = [run_view.RunView.read(Path(view.experiment["start"])), view]
+    run_tables.print_table(run_tables.collect((each.label, each) for each in shown))
     print(f"run folder: {printable(folder.path)}")
 
 
