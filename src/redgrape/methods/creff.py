@@ -31,7 +31,6 @@ from redgrape.methods.fedavg import FedAvg
 from redgrape.tree import Tensors, Tree
 from redgrape.validation import LARGEST
 
-
 DRAWS = 10  # of the examples behind a class gradient
 
 
