@@ -151,9 +151,10 @@ class CReFF(FedAvg):
         W = torch.cat([start["weight"], start["bias"][:, None]], dim=1)
         h = torch.cat([features.reshape(C * n, d), torch.ones(C * n, 1, dtype=features.dtype)], dim=1)
         target = torch.eye(C, dtype=features.dtype).repeat_interleave(n, dim=1)  # [C, C n]
+        shuffled = torch.empty_like(h)  # once: new pages in every epoch would cost a quarter of the time
         for _ in range(self.retrain_epochs):
             order = torch.randperm(C * n, generator=random)
-            batches = h[order].split(self.retrain_batch)
+            batches = torch.index_select(h, 0, order, out=shuffled).split(self.retrain_batch)
             targets = target[:, order].split(self.retrain_batch, dim=1)
             with torch.inference_mode():
                 for batch, e in zip(batches, targets, strict=True):
