@@ -831,6 +831,29 @@ def test_other_methods_are_told_of_too(
     assert word in " ".join(sentence for party in words.values() for sentence in party)
 
 
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [({"pooled": True}, "all examples: they are in one place"), ({"alone": "1"}, "nothing is exchanged")],
+)
+def test_without_a_federation_there_are_no_messages(
+    tiny: Callable[..., dict[str, Any]],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    data: dict[str, Any],
+    words: str,
+) -> None:
+    """Not even those of RedGrape, which sends a row for each class."""
+    values = tiny(rounds=1, method__name="redgrape", clients_per_round=1)
+    folder = carried_out(tmp_path / "run", values | {"data": values["data"] | data})
+    facts = disclosed(RunView.read(folder.path))
+    assert (facts["method"], facts["baseline"]) == (f"redgrape@{next(iter(data))}", next(iter(data)))
+    assert facts["answers"] == 0 and facts["class_reports"] is None and leak_in_one_line(facts) is None
+    assert cli.run(["privacy", str(folder.path)]) == 0
+    text = capsys.readouterr().out
+    assert words in text and f"({facts['method']}, " in text
+    assert "the server\n" not in text and "updates" not in text and "class" not in text
+
+
 def test_what_is_disclosed_follows_from_the_parts() -> None:
     """Gradients of fewer examples than classes can be solved for them, other rows of one alone; counts, a survey and a
     look at single updates are named."""

@@ -21,6 +21,7 @@ from redgrape.errors import StorageError
 from redgrape.exchange import ClassRows, Direction, Exchange, Parts, Sum, Weight
 from redgrape.exchange.parts import class_rows
 from redgrape.privacy.ledger import PrivacyLedger
+from redgrape.reading import gap
 from redgrape.reading.judged import clients_in
 from redgrape.reading.run_view import RunView
 from redgrape.runs.figures import unpacked
@@ -116,24 +117,26 @@ def recorded_disclosures(run: RunView) -> dict[str, Any]:
 def disclosed(run: RunView) -> dict[str, Any]:
     """The figures of a run for `redgrape privacy`, in JSON types only."""
     discloses = recorded_disclosures(run)
-    records, environment, method = run.metrics, run.environment or {}, run.experiment["method"]
+    records, environment, baseline = run.metrics, run.environment or {}, gap.baseline(run.experiment)
+    answers = [] if baseline else [len(record["answered"]) for record in records]
     facts: dict[str, Any] = {
         "run": str(run.path),
-        "method": method["name"],
+        "method": run.experiment["method"]["name"] + baseline,
+        "baseline": baseline.removeprefix("@") or None,
         "preset": run.experiment.get("exchange", {}).get("preset", "plain"),
         "rounds": len(records),
         "clients": clients_in(environment) or None,
         "classes": len(environment["class_names"]),
-        "answers": sum(len(record["answered"]) for record in records),
+        "answers": sum(answers),
         "secure_aggregation": bool(environment.get("secure_aggregation")),
-        "fewest_answers": min((len(record["answered"]) for record in records), default=None),
+        "fewest_answers": min(answers, default=None),
         "averages": discloses.get("averages", True),  # so did all methods of older runs
-        "beyond_averaging": discloses["beyond_averaging"],
+        "beyond_averaging": "" if baseline else discloses["beyond_averaging"],
         "evaluations_at_sites": _evaluations_at_sites(records, environment),
         "class_reports": None,
         "noise": _noise(run, discloses["randomness"]),
     }
-    if (reports := discloses["class_reports"]) is not None:
+    if not baseline and (reports := discloses["class_reports"]) is not None:
         held = environment.get("client_counts")  # [clients, C]; with real sites only the sites know them
         counts = None if held is None else torch.tensor(held)
         rounds = [_Round(reports, record, counts, run.path) for record in records]
@@ -245,6 +248,17 @@ def _seen_by_clients(reports: Mapping[str, Any], rounds: Sequence[_Round]) -> di
 
 def in_words(facts: Mapping[str, Any]) -> dict[str, list[str]]:
     """The figures in words: a few sentences for each party."""
+    parties = _federation_words(facts) if facts["baseline"] is None else BASELINES[facts["baseline"]]
+    return {**parties, "differential privacy": _noise_words(facts)}
+
+
+BASELINES = {
+    "pooled": {"whoever trains": ["all examples: they are in one place, and whoever trains holds them"]},
+    "alone": {"the server and the other clients": ["nothing: a client trains alone, and nothing is exchanged"]},
+}
+
+
+def _federation_words(facts: Mapping[str, Any]) -> dict[str, list[str]]:
     reports = facts["class_reports"]
     clients = [
         "the model of every round that they took part in, and so the sum of what the others changed"
@@ -266,7 +280,7 @@ def in_words(facts: Mapping[str, Any]) -> dict[str, list[str]]:
         server += [_evaluation_words(evaluations, summed=facts["secure_aggregation"])]
     if reports is not None:
         clients += _client_words(facts, reports["clients"])
-    return {"the server": server, "the clients": clients, "differential privacy": _noise_words(facts)}
+    return {"the server": server, "the clients": clients}
 
 
 def _fewest_words(fewest: int | None) -> str:
