@@ -854,6 +854,37 @@ def test_without_a_federation_there_are_no_messages(
     assert "the server\n" not in text and "updates" not in text and "class" not in text
 
 
+@pytest.mark.parametrize(
+    ("more", "end"),
+    [
+        ({}, "a single row has; they come from sums over the clients, and the server sees each client's own"),
+        ({"sites": ["N", "S"]}, "as agreed before; they come from sums over the clients, and the server sees each"),
+        ({"secure_aggregation": True}, "a single row has; they come from sums over the clients"),
+    ],
+)
+def test_the_columns_of_a_table_are_told_of(tmp_path: Path, more: dict[str, Any], end: str) -> None:
+    """A column of the test set is no input. One of the four colours has a single row."""
+    colours = ["red", "green", "blue"] * 20 + ["violet"]
+    lines = [f"{i % 7},{i % 5},{c},{'mf'[i % 2]},{'NS'[i % 2]},{'ab'[i % 3 % 2]}" for i, c in enumerate(colours)]
+    (tmp_path / "rows.csv").write_text("\n".join(["age,fold,colour,sex,site,kind", *lines]))
+    data = {"source": str(tmp_path / "rows.csv"), "label": "kind", "site": "site", "test": "fold=1"}
+    folder = carried_out(tmp_path / "run", {"rounds": 1, "data": data, "method": {"name": "fedavg", "lr": 0.1}})
+    path = folder.path / "environment.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | more))
+    (folder.path / "SHA256SUMS").unlink()
+    facts = disclosed(RunView.read(folder.path))
+    assert facts["columns"] == {
+        "numbers": 1,
+        "categories": 2,
+        "most_values": {"column": "colour", "values": 4},
+        "agreed": "sites" in more,
+    }
+    (told,) = in_words(facts)["anyone who gets the model"]
+    beginning = "means and deviations of 1 column of numbers; every value of 2 columns of categories (most: 'colour', "
+    assert told.startswith(f"{beginning}4 values), ") and end in told
+    assert ("each client's own" in told) == ("secure_aggregation" not in more)
+
+
 def test_what_is_disclosed_follows_from_the_parts() -> None:
     """Gradients of fewer examples than classes can be solved for them, other rows of one alone; counts, a survey and a
     look at single updates are named."""
