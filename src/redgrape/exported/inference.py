@@ -16,7 +16,7 @@ from torch import Tensor
 from redgrape.data import images, user_data
 from redgrape.data.examples import Examples
 from redgrape.data.federation import Groups
-from redgrape.data.table import Columns, Table, is_table, read
+from redgrape.data.table import Columns, Table, is_table, listed, read
 from redgrape.errors import DataError
 from redgrape.exported.model import Model
 from redgrape.learning import evaluation, sums
@@ -105,6 +105,24 @@ def names_test_set(path: Path, model: Model) -> bool:
         return _names_test_rows(_columns_of(model, path), read(path))
     arrays = user_data.Arrays(path)
     return "x_test" in arrays or "test" in arrays
+
+
+def unknown_values(path: Path, model: Model) -> list[str]:
+    """A note for each column of a table with categories that the model does not know: to it they are all zeros."""
+    if not (path.is_file() and is_table(path.name)):
+        return []
+    rows, notes = read(path), []
+    for column in _columns_of(model, path).columns:
+        cells, known = rows[column.name], column.categories
+        counts = dict(zip(cells.values, np.bincount(cells.codes, minlength=len(cells.values)).tolist(), strict=True))
+        missing = counts.pop("", 0)
+        strange = [] if known is None else sorted(counts.keys() - set(known))
+        if known is not None and strange:
+            notes.append(
+                f"column '{column.name}': {sum(counts[value] for value in strange)} of {len(rows) - missing} values "
+                f"are unknown to the model ({listed(strange)}); it knows {listed(known)}"
+            )
+    return notes
 
 
 def _labelled_folder(path: Path, model: Model) -> Examples:

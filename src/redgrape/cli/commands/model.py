@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -134,7 +134,7 @@ def _before_and_after(scores: Mapping[str, Any]) -> str:
 
 def _scores_of_model(options: argparse.Namespace) -> dict[str, Any]:
     from redgrape.exported.export import open_model
-    from redgrape.exported.inference import evaluate_model, names_test_set, read_labelled
+    from redgrape.exported.inference import evaluate_model, names_test_set, read_labelled, unknown_values
 
     if options.data is None:
         raise ConfigError(
@@ -148,7 +148,13 @@ def _scores_of_model(options: argparse.Namespace) -> dict[str, Any]:
             "make the figures look too good",
             file=sys.stderr,
         )
+    _tell(unknown_values(options.data, model))
     return scores
+
+
+def _tell(notes: Iterable[str]) -> None:
+    for note in notes:
+        print(f"note: {printable(note)}", file=sys.stderr)
 
 
 def _scores_of_run(options: argparse.Namespace) -> dict[str, Any]:
@@ -202,11 +208,12 @@ def _interval(scores: dict[str, Any], name: str) -> str:
 
 def predict(options: argparse.Namespace) -> None:
     from redgrape.exported.export import open_model
-    from redgrape.exported.inference import as_csv, predict_file
+    from redgrape.exported.inference import as_csv, predict_file, unknown_values
     from redgrape.runs import durable
 
     model = open_model(options.model, options.code)
     predictions = predict_file(options.data, model)
+    _tell(unknown_values(options.data, model))
     if options.out is not None:
         durable.replace_file(options.out, as_csv(predictions, model.class_names).encode())
     if options.json:
