@@ -197,7 +197,7 @@ def _decoded(files: Sequence[Path], model: Model) -> Any:
 
 def evaluate_model(model: Model, examples: Examples, groups: Groups | None = None) -> dict[str, Any]:
     """Evaluate the model on examples whose labels are indices of its classes; `evaluation.detailed` has the figures. If
-    the model is calibrated, they are those before, and `calibrated` has those after."""
+    the model is calibrated, they are those after, as it predicts, and `uncalibrated` has those before."""
     if len(examples) == 0:
         raise DataError("there are no examples to evaluate")
     C = len(model.class_names)
@@ -212,20 +212,19 @@ def evaluate_model(model: Model, examples: Examples, groups: Groups | None = Non
     found = evaluate_batches(batches(), *place)
     if model.calibration is None:
         return found
-    after = calibrated_figures(batches(), *place, model.calibration)
-    return {**found, "calibration": model.calibration.model_dump(), "calibrated": after}
+    before = {name: found[name] for name in BY_CALIBRATION}
+    after = evaluate_calibrated(batches(), *place, model.calibration)
+    return {**after, "calibration": model.card["calibration"], "uncalibrated": before}
 
 
-AFTER = ("accuracy", "balanced", "macro_f1", "head", "middle", "tail", "nll", "brier", "ece", "reliability")
+BY_CALIBRATION = ("accuracy", "balanced", "macro_f1", "head", "middle", "tail", "nll", "brier", "ece", "reliability")
 
 
-def calibrated_figures(
+def evaluate_calibrated(
     batches: Iterable[tuple[Tensor, Tensor]], groups: Groups, class_names: Sequence[str], chosen: Calibration
 ) -> dict[str, Any]:
-    """What calibration changes, after it."""
     scaled = ((chosen.scaled(z), y) for z, y in batches)
-    found = evaluate_batches(scaled, groups, class_names, offsets=chosen.offsets)
-    return {name: found[name] for name in AFTER}
+    return evaluate_batches(scaled, groups, class_names, offsets=chosen.offsets)
 
 
 def evaluate_batches(

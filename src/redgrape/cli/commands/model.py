@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -16,6 +16,8 @@ from redgrape.reading.reliability import check_ending, draw
 from redgrape.reading.run_tables import SHORT
 from redgrape.reading.terminal import paragraph, printable, table
 from redgrape.runs.figures import FIGURES, LONGEST
+
+ENOUGH = 20  # validation examples of a class
 
 
 def export(options: argparse.Namespace) -> None:
@@ -34,7 +36,12 @@ def export(options: argparse.Namespace) -> None:
     round = json.loads((folder / "model.json").read_bytes())["run"]["round"]
     message = f"model folder: {printable(folder)}, of round {round} (read its README.md)"
     if calibration is not None:
-        message = f"{_chosen(calibration)}\n{message}"
+        message = f"{paragraph(_chosen(calibration))}\n{message}"
+        if calibration["fewest"] < ENOUGH:
+            _tell(
+                f"validation examples of the rarest class: {calibration['fewest']}; to calibrate on more, hold out "
+                f"{ENOUGH} of each class in a new run: -c data.validation={ENOUGH}"
+            )
     more = {} if calibration is None else {"calibration": calibration}
     print(json.dumps({"model": str(folder), "round": round, **more}) if options.json else message)
 
@@ -47,8 +54,10 @@ def _chosen(calibration: Mapping[str, Any]) -> str:
     thresholds = f"thresholds from {percent(low)} % to {percent(high)} %"
     if high - low < 1e-9:
         thresholds = "equal thresholds, since others would not gain"
-    chosen = f"temperature {calibration['temperature']:.3f}, {thresholds}"
-    return paragraph(f"calibrated{held_out}{shares}: {chosen}")
+    temperature = f"temperature {calibration['temperature']:.3f}"
+    if calibration["temperature"] == 1:
+        temperature = "temperature 1, since another would not gain"
+    return f"calibrated{held_out}{shares}: {temperature}; {thresholds}"
 
 
 def evaluate(options: argparse.Namespace) -> None:
@@ -60,8 +69,9 @@ def evaluate(options: argparse.Namespace) -> None:
     if options.picture is not None:
         check_ending(options.picture)
     scores = _scores_of_run(options) if is_run and options.data is None else _scores_of_model(options)
+    before, after = scores.get("uncalibrated", scores), scores.get("calibrated", scores)
     if options.picture is not None:
-        draw(scores, options.picture)
+        draw(scores if before is after else {**before, "calibrated": after}, options.picture)
     if options.json:
         print(json.dumps(scores))
         return
@@ -101,8 +111,10 @@ def evaluate(options: argparse.Namespace) -> None:
         print(f"{between} classes between the first and the last {EITHER_END} are in `--json`")
     if options.by_site:
         print(f"\n{_by_site(scores)}")
-    if "calibrated" in scores:
-        print(f"\n{_before_and_after(scores)}")
+    if before is not after:
+        when = "before" if scores is before else "after"
+        print(f"\n{_before_and_after(before, after)}")
+        print(paragraph(f"{_chosen(scores['calibration'])}; the figures above are those {when} calibration"))
     if options.picture is not None:
         print(f"reliability diagram: {printable(options.picture)}")
 
@@ -124,12 +136,12 @@ def _by_site(scores: Mapping[str, Any]) -> str:
     return f"{table(titles, rows, 'by site, %')}\n{paragraph(f'worst site {few}: ' + ', '.join(worst))}"
 
 
-def _before_and_after(scores: Mapping[str, Any]) -> str:
-    after, words = scores["calibrated"], {"nll": "negative log-likelihood", "brier": "Brier score"}
-    shares = {**{f: f"{SHORT[f]}, %" for f in FIGURES if scores[f] is not None}, "ece": "calibration error, %"}
-    rows = [[title, *(percent(of[figure]) for of in (scores, after))] for figure, title in shares.items()]
-    rows += [[title, *(f"{of[figure]:.4f}" for of in (scores, after))] for figure, title in words.items()]
-    return f"{table(('calibration', 'before', 'after'), rows)}\n{_chosen(scores['calibration'])}"
+def _before_and_after(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
+    words = {"nll": "negative log-likelihood", "brier": "Brier score"}
+    shares = {**{f: f"{SHORT[f]}, %" for f in FIGURES if before[f] is not None}, "ece": "calibration error, %"}
+    rows = [[title, *(percent(of[figure]) for of in (before, after))] for figure, title in shares.items()]
+    rows += [[title, *(f"{of[figure]:.4f}" for of in (before, after))] for figure, title in words.items()]
+    return table(("calibration", "before", "after"), rows)
 
 
 def _scores_of_model(options: argparse.Namespace) -> dict[str, Any]:
@@ -148,11 +160,11 @@ def _scores_of_model(options: argparse.Namespace) -> dict[str, Any]:
             "make the figures look too good",
             file=sys.stderr,
         )
-    _tell(unknown_values(options.data, model))
+    _tell(*unknown_values(options.data, model))
     return scores
 
 
-def _tell(notes: Iterable[str]) -> None:
+def _tell(*notes: str) -> None:
     for note in notes:
         print(f"note: {printable(note)}", file=sys.stderr)
 
@@ -213,7 +225,7 @@ def predict(options: argparse.Namespace) -> None:
 
     model = open_model(options.model, options.code)
     predictions = predict_file(options.data, model)
-    _tell(unknown_values(options.data, model))
+    _tell(*unknown_values(options.data, model))
     if options.out is not None:
         durable.replace_file(options.out, as_csv(predictions, model.class_names).encode())
     if options.json:
