@@ -43,6 +43,7 @@ class OwnModel:
     experiment: Experiment
     federation: Federation
     net: Net
+    round: int
     digest: str  # of its state
 
     @classmethod
@@ -69,7 +70,7 @@ class OwnModel:
         net = experiment.builder(federation)()
         check_model(state, net.state_dict(), folder)
         net.load_state_dict(state.server["model"])
-        return cls(folder, experiment, federation, net.eval(), view.summary["state"])
+        return cls(folder, experiment, federation, net.eval(), state.round, view.summary["state"])
 
     def examples(self, on: Split) -> Examples:
         found = self.federation.test if on == "test" else self.federation.validation
@@ -96,7 +97,8 @@ class OwnModel:
         place = (self.federation.groups, self.federation.class_names)
         sites = self.federation.sites[on] if self.knows_sites(on) else None
         found = evaluate_batches(self.batches(on), *place, sites)
-        found |= {"on": on, "class_counts": self.federation.class_counts.tolist()}
+        found |= {"on": on, "round": self.round, "rounds": self.experiment.rounds}
+        found["class_counts"] = self.federation.class_counts.tolist()
         if on == "validation" or self.federation.validation is None:
             return found
         chosen = self.calibration(shares)

@@ -33,8 +33,10 @@ def export(options: argparse.Namespace) -> None:
         check_free(options.out)
         calibration = OwnModel.open(options.run, options.data_root).calibration(options.shares)
     folder = write(options.run, options.out, options.format, calibration)
-    round = json.loads((folder / "model.json").read_bytes())["run"]["round"]
-    message = f"model folder: {printable(folder)}, of round {round} (read its README.md)"
+    run = json.loads((folder / "model.json").read_bytes())["run"]
+    round, rounds = run["round"], run["experiment"]["rounds"]
+    message = f"model folder: {printable(folder)}, of round {round} of {rounds} (read its README.md)"
+    _tell_unfinished(run)
     if calibration is not None:
         message = f"{paragraph(_chosen(calibration))}\n{message}"
         if calibration["fewest"] < ENOUGH:
@@ -75,6 +77,8 @@ def evaluate(options: argparse.Namespace) -> None:
     if options.json:
         print(json.dumps(scores))
         return
+    if "round" in scores:
+        print(f"model of round {scores['round']} of {scores['rounds']}")
     for name, value in _overall(scores).items():
         print(f"{name:<28}{value}")
     if scores["groups"]:
@@ -161,12 +165,19 @@ def _scores_of_model(options: argparse.Namespace) -> dict[str, Any]:
             file=sys.stderr,
         )
     _tell(*unknown_values(options.data, model))
-    return scores
+    run = model.card.get("run")
+    return scores if run is None else {**scores, "round": run["round"], "rounds": run["experiment"]["rounds"]}
 
 
 def _tell(*notes: str) -> None:
     for note in notes:
         print(f"note: {printable(note)}", file=sys.stderr)
+
+
+def _tell_unfinished(run: Mapping[str, Any] | None) -> None:
+    """`run`: of the model's card."""
+    if run is not None and run.get("mean_of_last") is None and run["round"] < run["experiment"]["rounds"]:
+        _tell(f"the run was not finished: this is its model of round {run['round']} of {run['experiment']['rounds']}")
 
 
 def _scores_of_run(options: argparse.Namespace) -> dict[str, Any]:
@@ -225,6 +236,7 @@ def predict(options: argparse.Namespace) -> None:
 
     model = open_model(options.model, options.code)
     predictions = predict_file(options.data, model)
+    _tell_unfinished(model.card.get("run"))
     _tell(*unknown_values(options.data, model))
     if options.out is not None:
         durable.replace_file(options.out, as_csv(predictions, model.class_names).encode())
