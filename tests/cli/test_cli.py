@@ -517,6 +517,15 @@ def test_one_method(command: Command, remembering: Path) -> None:
     assert "lr" in good(command("methods", remembering, "--json")).json()["hyper_parameters"]
 
 
+@pytest.mark.parametrize("name", ["redgrape", "vine", "fedavg+logit_adjustment"])
+def test_one_method_fits_80_columns(command: Command, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    wide = good(command("methods", name)).out
+    monkeypatch.setenv("COLUMNS", "80")
+    narrow = good(command("methods", name)).out
+    assert max(map(len, narrow.splitlines())) <= 80 < max(map(len, wide.splitlines()))
+    assert narrow.split() == wide.split()
+
+
 def test_a_method_whose_hyper_parameter_has_no_default(command: Command, tmp_path: Path) -> None:
     code = "from redgrape.methods.fedavg import FedAvg\nclass M(FedAvg):\n    strength: float\n    presets = {}\n"
     (tmp_path / "m.py").write_text(code)

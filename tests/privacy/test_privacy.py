@@ -798,13 +798,21 @@ def test_the_report_tells_the_fewest_answers_behind_a_round(
     assert words in " ".join(in_words(facts)["the clients"])
 
 
-def test_the_command(tiny: Callable[..., dict[str, Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command(
+    tiny: Callable[..., dict[str, Any]],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.chdir(tmp_path)
     folder = carried_out(tmp_path / "run", tiny(rounds=2, method__name="redgrape"))
-    assert cli.run(["privacy", str(folder.path)]) == 0
+    assert cli.run(["privacy", "run"]) == 0
     text = capsys.readouterr().out
+    assert max(map(len, text.splitlines())) <= 80
     for party in ("the server", "the clients", "differential privacy"):
         assert f"\n{party}\n- " in text
-    assert "exact feature vector" in text
+    assert "exact feature vector" in " ".join(text.split())
     assert cli.run(["privacy", str(folder.path), "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == json.loads(json.dumps(disclosed(RunView.read(folder.path))))
     assert cli.run(["privacy", str(tmp_path / "none")]) == 74
@@ -849,9 +857,9 @@ def test_without_a_federation_there_are_no_messages(
     assert (facts["method"], facts["baseline"]) == (f"redgrape@{next(iter(data))}", next(iter(data)))
     assert facts["answers"] == 0 and facts["class_reports"] is None and leak_in_one_line(facts) is None
     assert cli.run(["privacy", str(folder.path)]) == 0
-    text = capsys.readouterr().out
+    text = " ".join(capsys.readouterr().out.split())
     assert words in text and f"({facts['method']}, " in text
-    assert "the server\n" not in text and "updates" not in text and "class" not in text
+    assert "the server -" not in text and "updates" not in text and "class" not in text
 
 
 @pytest.mark.parametrize(
