@@ -91,7 +91,7 @@ def test_the_command_fits_80_columns(
         assert words in out
     code, out, _ = command("evaluate", str(folder.path), str(source))  # other data, without an export
     assert code == 0 and "macro F1" in out
-    code, _, err = command("evaluate", str(tmp_path))
+    code, _, err = command("evaluate", str(export(folder.path, tmp_path / "model")))
     assert code != 0 and len(err.splitlines()) == 1 and "name labelled data" in err
 
 

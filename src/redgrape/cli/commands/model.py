@@ -63,14 +63,14 @@ def _chosen(calibration: Mapping[str, Any]) -> str:
 
 
 def evaluate(options: argparse.Namespace) -> None:
-    is_run = (options.model / "experiment.toml").exists()
+    has_own_data = options.data is None and not (options.model / "model.json").is_file()
     of_runs = {"--by-site": options.by_site, "--on validation": options.on == "validation", "--shares": options.shares}
     for flag, given in of_runs.items():
         if given and options.data is not None:
             raise ConfigError(f"{flag} is for a run's own examples; leave out '{options.data}'")
     if options.picture is not None:
         check_ending(options.picture)
-    scores = _scores_of_run(options) if is_run and options.data is None else _scores_of_model(options)
+    scores = _scores_of_run(options) if has_own_data else _scores_of_model(options)
     before, after = scores.get("uncalibrated", scores), scores.get("calibrated", scores)
     if options.picture is not None:
         draw(scores if before is after else {**before, "calibrated": after}, options.picture)
