@@ -517,6 +517,15 @@ def test_one_method(command: Command, remembering: Path) -> None:
     assert "lr" in good(command("methods", remembering, "--json")).json()["hyper_parameters"]
 
 
+@pytest.mark.parametrize("name", ["redgrape", "vine", "fedavg+logit_adjustment"])
+def test_one_method_fits_80_columns(command: Command, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    wide = good(command("methods", name)).out
+    monkeypatch.setenv("COLUMNS", "80")
+    narrow = good(command("methods", name)).out
+    assert max(map(len, narrow.splitlines())) <= 80 < max(map(len, wide.splitlines()))
+    assert narrow.split() == wide.split()
+
+
 def test_a_method_whose_hyper_parameter_has_no_default(command: Command, tmp_path: Path) -> None:
     code = "from redgrape.methods.fedavg import FedAvg\nclass M(FedAvg):\n    strength: float\n    presets = {}\n"
     (tmp_path / "m.py").write_text(code)
@@ -681,7 +690,10 @@ BAD = [
     ("evaluate nowhere VECTORS", 65, "is not a model folder"),
     ("resume nowhere", 74, "is not a run folder"),
     ("resume pictures", 74, "is not a run folder"),
-    ("show nowhere", 74, "cannot be read as a run"),
+    ("show nowhere", 74, "is not a run folder: it has no experiment.toml; `redgrape ls` lists runs"),
+    ("show pictures", 74, "is not a run folder: it has no experiment.toml; `redgrape ls` lists runs"),
+    ("privacy pictures", 74, "is not a run folder: it has no experiment.toml; `redgrape ls` lists runs"),
+    ("evaluate pictures", 74, "is not a run folder: it has no experiment.toml; `redgrape ls` lists runs"),
     ("ls nowhere", 74, "there is no folder 'nowhere'"),
     ("export nowhere model", 74, "is not a run folder"),
     ("run TOML --out note.txt/run", 74, "cannot make 'note.txt/run'"),

@@ -118,7 +118,8 @@ def test_a_run_by_site_calibrated_and_shown(
 def test_a_calibrated_model_predicts_as_it_was_judged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = run(described(write_data(tmp_path / "data.npz")), tmp_path / "run")
     own = OwnModel.open(folder.path)
-    code, out, _ = command(capsys, "export", folder.path, tmp_path / "model", "--calibrate", "--json")
+    code, out, err = command(capsys, "export", folder.path, tmp_path / "model", "--calibrate", "--json")
+    assert err.startswith("note: validation examples of the rarest class: 6; to calibrate on more, hold out 20 of each")
     assert code == 0 and json.loads(out)["calibration"] == json.loads(json.dumps(own.calibration()))
     model, plain = load_model(tmp_path / "model"), load_model(export(folder.path, tmp_path / "plain"))
     assert model.calibration is not None and plain.calibration is None
@@ -139,12 +140,35 @@ def test_a_calibrated_model_predicts_as_it_was_judged(tmp_path: Path, capsys: py
     written = torch.tensor([[float(row[f"p({c})"]) for c in range(3)] for row in rows], dtype=torch.float64)
     torch.testing.assert_close(written, p)
 
+    np.savez(tmp_path / "test.npz", x=x.numpy(), y=labels.numpy(), test=np.ones(64, bool))
+    code, out, _ = command(capsys, "evaluate", tmp_path / "model", tmp_path / "test.npz", "--json")
+    scores = json.loads(out)
+    assert code == 0 and scores["accuracy"] == pytest.approx(after["accuracy"])
+    assert scores["per_class"][2]["recall"] == pytest.approx(float((decided == 2)[labels == 2].double().mean()))
+    assert scores["uncalibrated"]["accuracy"] == pytest.approx(own.evaluate()["accuracy"])
+    picture = tmp_path / "reliability.png"
+    code, out, _ = command(capsys, "evaluate", tmp_path / "model", tmp_path / "test.npz", "--picture", picture)
+    assert code == 0 and "the figures above are those after calibration" in out and picture.is_file()
+    code, out, _ = command(capsys, "evaluate", folder.path)
+    assert code == 0 and "the figures above are those before calibration" in " ".join(out.split())
+
     card = json.loads((tmp_path / "model" / "model.json").read_text())
     card["calibration"]["thresholds"] = [0.5, 0.5]
     (tmp_path / "model" / "model.json").write_text(json.dumps(card))
     (tmp_path / "model" / "SHA256SUMS").unlink()
     with pytest.raises(DataError, match="2 thresholds for 3 classes"):
         load_model(tmp_path / "model")
+
+
+def test_a_temperature_that_would_not_gain_is_not_stored(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = run(described(write_data(tmp_path / "data.npz")), tmp_path / "run")
+    monkeypatch.setattr("redgrape.learning.calibration.gains", lambda *_: (False, False))
+    code, out, _ = command(capsys, "export", folder.path, tmp_path / "model", "--calibrate")
+    assert code == 0 and "temperature 1, since another would not gain; equal thresholds" in out
+    chosen = load_model(tmp_path / "model").calibration
+    assert chosen is not None and chosen.temperature == 1 and set(chosen.thresholds) == {1 / 3}
 
 
 def test_what_is_missing_gets_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import redgrape as rg
+from redgrape.cli import main as cli
 from redgrape.cli.main import main
 from redgrape.data.prepare import DataOptions, prepare
 from redgrape.errors import ConfigError, DataError, StorageError
@@ -84,13 +85,35 @@ def test_the_command_fits_80_columns(
         return ended.value.code, *capsys.readouterr()
 
     code, out, _ = command("evaluate", str(folder.path))
+    assert out.startswith("model of round 2 of 2\n")
     assert code == 0 and max(map(len, out.splitlines())) <= 80
     for words in ("rare_syndrome", "macro F1", "AUROC", "Brier score", "head", "tail", "precision", "95 %"):
         assert words in out
     code, out, _ = command("evaluate", str(folder.path), str(source))  # other data, without an export
     assert code == 0 and "macro F1" in out
-    code, _, err = command("evaluate", str(tmp_path))
+    code, _, err = command("evaluate", str(export(folder.path, tmp_path / "model")))
     assert code != 0 and len(err.splitlines()) == 1 and "name labelled data" in err
+
+
+def test_a_model_of_an_unfinished_run_is_told_of(
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = RunFolder.create(tmp_path / "run", rg.Experiment.parse(described(source)))
+    steps = Run(folder, workers=1).steps()
+    next(steps)
+    steps.close()
+    note = "note: the run was not finished: this is its model of round 1 of 2\n"
+    run, model = str(folder.path), str(tmp_path / "model")
+    assert cli.run(["export", run, model]) == 0
+    told = capsys.readouterr()
+    assert told.err == note and "of round 1 of 2 (read" in told.out
+    for path in (run, model):
+        assert cli.run(["predict", path, str(source), "--json"]) == 0 and capsys.readouterr().err == note
+        assert cli.run(["evaluate", path, str(source)]) == 0
+        assert capsys.readouterr().out.startswith("model of round 1 of 2\n")
+    for _ in Run(RunFolder.open(folder.path), workers=1).steps():
+        pass
+    assert cli.run(["predict", run, str(source)]) == 0 and capsys.readouterr().err == ""
 
 
 def test_a_tail_is_named(source: Path) -> None:

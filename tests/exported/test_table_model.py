@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from redgrape.cli import main as cli
 from redgrape.errors import DataError
 from redgrape.exported.export import export, open_model
 from redgrape.exported.inference import evaluate_model, names_test_set, predict_file, read_labelled
@@ -68,6 +69,26 @@ def test_new_rows_with_holes_are_predicted(trained: Any, tmp_path: Path) -> None
     (tmp_path / "labelled.csv").write_text("colour,age,kind\nred,60,tired\n")
     with pytest.raises(DataError, match="class 'tired' that the model does not know"):
         read_labelled(tmp_path / "labelled.csv", model)
+
+
+def test_values_that_the_model_does_not_know_are_told_of(
+    trained: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, _ = trained
+    new = tmp_path / "new.csv"
+    note = "note: column 'colour': 2 of 3 values are unknown to the model (Blue, rouge); it knows blue, red"
+    new.write_text("colour,age,kind\nrouge,60,ill\nBlue,40,well\nred,30,well\n,30,well\n")
+    for words in (("predict", folder / "model"), ("predict", folder / "run"), ("evaluate", folder / "model")):
+        assert cli.run([*map(str, words), str(new), "--json"]) == 0
+        assert note in capsys.readouterr().err.splitlines()
+    new.write_text("colour,age,kind\nred,60,ill\n,40,well\n")
+    assert cli.run(["predict", str(folder / "model"), str(new)]) == 0
+    assert capsys.readouterr().err == ""
+    many = "\n".join(f"shade {i:02},60" for i in range(20))
+    new.write_text(f"colour,age\n{many}\n")
+    assert cli.run(["predict", str(folder / "model"), str(new)]) == 0
+    assert "20 of 20 values are unknown to the model (shade 00, " in (err := capsys.readouterr().err)
+    assert "shade 11, ...); it knows" in err
 
 
 def test_onnx_takes_the_same_rows(trained: Any, tmp_path: Path) -> None:

@@ -101,14 +101,39 @@ def test_sites_with_one_class_add_up_to_the_same() -> None:
 
 
 def test_thresholds_are_a_gain_only_where_there_is_something_to_gain() -> None:
-    """Scores that favour the first class by far too much, and scores that say nothing of the label."""
+    """Scores that favour the first class by far too much, and scores that are right already."""
     weights = torch.ones(3, dtype=torch.float64)
     z, y = drawn(3, 400, 8)
-    assert calibration.is_gain(lambda: [(z + torch.tensor([4.0, 0.0, 0.0]), y)], weights)
+    assert calibration.gains(lambda: [(z + torch.tensor([4.0, 0.0, 0.0]), y)], weights)[1]
     random = torch.Generator().manual_seed(0)
     few = torch.randn(12, 3, generator=random, dtype=torch.float64), torch.arange(12) // 2 % 3
-    sure = 9 * torch.eye(3, dtype=torch.float64)[few[1]] + few[0]  # all are right already
-    assert not calibration.is_gain(lambda: [(sure, few[1])], weights)
+    sure = 9 * torch.eye(3, dtype=torch.float64)[few[1]] + few[0]
+    assert not calibration.gains(lambda: [(sure, few[1])], weights)[1]
+
+
+def test_a_temperature_is_a_gain_only_where_there_is_something_to_gain() -> None:
+    """Logits that are five times too large, and halves that want the contrary: all of the first are right, and all of
+    the second are wrong."""
+    weights = torch.ones(2, dtype=torch.float64)
+    z, y = drawn(2, 400, 9)
+    assert calibration.gains(lambda: [(5 * z, y)], weights)[0]
+    y = torch.arange(18) // 2 % 2
+    z = torch.eye(2, dtype=torch.float64)[torch.where(torch.arange(18) % 2 == 0, y, 1 - y)]
+    assert not calibration.gains(lambda: [(z, y)], weights)[0]
+    assert calibration.fit(lambda: [(z, y)], weights).temperature > 9  # on all of them: as many are right as wrong
+    chosen = calibration.fit_what_gains(lambda: [(z, y)], weights)
+    assert chosen == Calibration(temperature=1.0, thresholds=(0.5, 0.5))
+
+
+def test_thresholds_that_gain_are_those_for_the_temperature_that_is_kept() -> None:
+    """The second class is rare and its logits are too small by 3, at a temperature that fits already."""
+    weights = torch.ones(2, dtype=torch.float64)
+    z, y = drawn(2, 300, 12)
+    z = z - torch.tensor([0.0, 3.0])
+    fixed = calibration.fit(lambda: [(z, y)], weights, 1.0)
+    assert fixed.temperature == 1 and fixed.thresholds[1] < 0.5
+    best = max(macro_f1(z, y, torch.tensor([0.0, float(o)]), weights) for o in OFFSETS)
+    assert macro_f1(z, y, fixed.offsets, weights) == pytest.approx(best, abs=1e-9)
 
 
 def test_a_class_without_examples_keeps_its_place() -> None:

@@ -130,15 +130,41 @@ def test_groups_pool_their_classes() -> None:
 
 
 def test_intervals_are_those_of_drawing_examples() -> None:
-    """Against a bootstrap that draws the examples themselves, and the normal approximation of a share."""
+    """Against a bootstrap that draws the examples themselves, and the normal approximation of a share. That of the
+    macro F1 is wider, by sqrt(2) at most."""
     z, y = drawn(4, 300, 9)
     found = evaluated(z, y, Groups((0, 1), (), (2, 3)))
     random = np.random.default_rng(0)
     true, predicted = y.numpy(), z.argmax(dim=1).numpy()
     draws = [random.integers(0, 300, 300) for _ in range(1000)]
+    recall = [metrics.recall_score(true[rows], predicted[rows], average="macro") for rows in draws]
+    assert found["intervals"]["balanced"] == pytest.approx(np.quantile(recall, [0.025, 0.975]), abs=0.015)
     f1 = [metrics.f1_score(true[rows], predicted[rows], average="macro") for rows in draws]
-    assert found["intervals"]["macro_f1"] == pytest.approx(np.quantile(f1, [0.025, 0.975]), abs=0.015)
+    wide = np.ptp(found["intervals"]["macro_f1"]) / np.ptp(np.quantile(f1, [0.025, 0.975]))
+    assert 1 <= wide <= 2**0.5
     share = found["accuracy"]
     half = 1.96 * (share * (1 - share) / 300) ** 0.5
     assert found["intervals"]["accuracy"] == pytest.approx([share - half, share + half], abs=0.01)
-    assert found["intervals"].keys() == {"accuracy", "balanced", "macro_f1", "head", "tail"}
+    assert found["intervals"].keys() == {"accuracy", "balanced", "macro_f1", "top5", "head", "tail"}
+
+
+@pytest.mark.parametrize("right", [True, False])
+def test_intervals_have_a_width_at_0_and_100_percent(right: bool) -> None:
+    """30 examples and 2, all right or all wrong. Wilson: from n / (n + 1.96^2), which is 88.6 % of 30, 34.2 % of 2 and
+    89.3 % of 32. Balanced: 1 - sqrt(0.1135^2 + 0.6576^2) / 2. Macro F1: 2 l / (1 + l) is 0.9398 and 0.5101, so that it
+    is 1 - sqrt(2 (0.0602^2 + 0.4899^2)) / 2. With all wrong, the shares are mirrored."""
+    y = torch.tensor([0] * 30 + [1] * 2)
+    z = 5.0 * torch.eye(2)[y if right else 1 - y]
+    found = evaluated(z, y, Groups((0,), (), (1,)))["intervals"]
+    shares = {"head": 0.8865, "tail": 0.3424, "accuracy": 0.8928, "balanced": 0.6663}
+    for name, low in shares.items():
+        assert found[name] == pytest.approx([low, 1] if right else [0, 1 - low], abs=1e-4), name
+    if right:
+        assert found["macro_f1"] == pytest.approx([0.6510, 1], abs=1e-4)
+
+
+def test_a_group_without_test_examples_has_no_interval() -> None:
+    z, y = drawn(4, 60, 10)
+    here = y != 3
+    found = evaluated(z[here], y[here], Groups((0, 1), (2,), (3,)))["intervals"]
+    assert "tail" not in found and found["middle"][0] > 0

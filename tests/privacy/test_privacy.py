@@ -798,13 +798,21 @@ def test_the_report_tells_the_fewest_answers_behind_a_round(
     assert words in " ".join(in_words(facts)["the clients"])
 
 
-def test_the_command(tiny: Callable[..., dict[str, Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command(
+    tiny: Callable[..., dict[str, Any]],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.chdir(tmp_path)
     folder = carried_out(tmp_path / "run", tiny(rounds=2, method__name="redgrape"))
-    assert cli.run(["privacy", str(folder.path)]) == 0
+    assert cli.run(["privacy", "run"]) == 0
     text = capsys.readouterr().out
+    assert max(map(len, text.splitlines())) <= 80
     for party in ("the server", "the clients", "differential privacy"):
         assert f"\n{party}\n- " in text
-    assert "exact feature vector" in text
+    assert "exact feature vector" in " ".join(text.split())
     assert cli.run(["privacy", str(folder.path), "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == json.loads(json.dumps(disclosed(RunView.read(folder.path))))
     assert cli.run(["privacy", str(tmp_path / "none")]) == 74
@@ -829,6 +837,60 @@ def test_other_methods_are_told_of_too(
     folder = carried_out(tmp_path / "run", values)
     words = in_words(disclosed(RunView.read(folder.path)))
     assert word in " ".join(sentence for party in words.values() for sentence in party)
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [({"pooled": True}, "all examples: they are in one place"), ({"alone": "1"}, "nothing is exchanged")],
+)
+def test_without_a_federation_there_are_no_messages(
+    tiny: Callable[..., dict[str, Any]],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    data: dict[str, Any],
+    words: str,
+) -> None:
+    """Not even those of RedGrape, which sends a row for each class."""
+    values = tiny(rounds=1, method__name="redgrape", clients_per_round=1)
+    folder = carried_out(tmp_path / "run", values | {"data": values["data"] | data})
+    facts = disclosed(RunView.read(folder.path))
+    assert (facts["method"], facts["baseline"]) == (f"redgrape@{next(iter(data))}", next(iter(data)))
+    assert facts["answers"] == 0 and facts["class_reports"] is None and leak_in_one_line(facts) is None
+    assert cli.run(["privacy", str(folder.path)]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert words in text and f"({facts['method']}, " in text
+    assert "the server -" not in text and "updates" not in text and "class" not in text
+
+
+@pytest.mark.parametrize(
+    ("more", "end"),
+    [
+        ({}, "a single row has; they come from sums over the clients, and the server sees each client's own"),
+        ({"sites": ["N", "S"]}, "as agreed before; they come from sums over the clients, and the server sees each"),
+        ({"secure_aggregation": True}, "a single row has; they come from sums over the clients"),
+    ],
+)
+def test_the_columns_of_a_table_are_told_of(tmp_path: Path, more: dict[str, Any], end: str) -> None:
+    """A column of the test set is no input. One of the four colours has a single row."""
+    colours = ["red", "green", "blue"] * 20 + ["violet"]
+    lines = [f"{i % 7},{i % 5},{c},{'mf'[i % 2]},{'NS'[i % 2]},{'ab'[i % 3 % 2]}" for i, c in enumerate(colours)]
+    (tmp_path / "rows.csv").write_text("\n".join(["age,fold,colour,sex,site,kind", *lines]))
+    data = {"source": str(tmp_path / "rows.csv"), "label": "kind", "site": "site", "test": "fold=1"}
+    folder = carried_out(tmp_path / "run", {"rounds": 1, "data": data, "method": {"name": "fedavg", "lr": 0.1}})
+    path = folder.path / "environment.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | more))
+    (folder.path / "SHA256SUMS").unlink()
+    facts = disclosed(RunView.read(folder.path))
+    assert facts["columns"] == {
+        "numbers": 1,
+        "categories": 2,
+        "most_values": {"column": "colour", "values": 4},
+        "agreed": "sites" in more,
+    }
+    (told,) = in_words(facts)["anyone who gets the model"]
+    beginning = "means and deviations of 1 column of numbers; every value of 2 columns of categories (most: 'colour', "
+    assert told.startswith(f"{beginning}4 values), ") and end in told
+    assert ("each client's own" in told) == ("secure_aggregation" not in more)
 
 
 def test_what_is_disclosed_follows_from_the_parts() -> None:

@@ -63,7 +63,8 @@ def test_the_model_of_the_best_round_is_kept_and_exported(tmp_path: Path) -> Non
     state = newest_state(RunFolder.open(folder.path), RunView.read(folder.path))
     assert state.round == best and summary["state"] == (shorter.summary() or {})["state"] == digest_of_state(state)
     assert evaluate_run(folder.path)["accuracy"] == records[best - 1]["test"]["accuracy"]
-    assert f"after round {best} of 8" in (export(folder.path, tmp_path / "model") / "README.md").read_text()
+    card = (export(folder.path, tmp_path / "model") / "README.md").read_text()
+    assert f"after round {best} of 8" in card and "not finished" not in card
 
 
 @pytest.mark.parametrize("keep", ["best", "last"])

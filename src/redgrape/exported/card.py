@@ -68,7 +68,7 @@ def bullets(lines: Iterable[str]) -> str:
 def _what_it_is(card: Mapping[str, Any]) -> str:
     run = card["run"]
     rounds = run["experiment"]["rounds"]
-    unfinished = "" if run["round"] == rounds else " The run was not finished when this was written."
+    unfinished = "" if run["mean_of_last"] else " The run was not finished when this was written."
     return (
         f"A classifier of {len(card['class_names'])} classes, trained by federated learning with "
         f"redgrape {plain(run['versions']['redgrape'])}: the encoder and the linear classifier of the net "

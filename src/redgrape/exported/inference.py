@@ -16,7 +16,7 @@ from torch import Tensor
 from redgrape.data import images, user_data
 from redgrape.data.examples import Examples
 from redgrape.data.federation import Groups
-from redgrape.data.table import Columns, Table, is_table, read
+from redgrape.data.table import Columns, Table, is_table, listed, read
 from redgrape.errors import DataError
 from redgrape.exported.model import Model
 from redgrape.learning import evaluation, sums
@@ -107,6 +107,24 @@ def names_test_set(path: Path, model: Model) -> bool:
     return "x_test" in arrays or "test" in arrays
 
 
+def unknown_values(path: Path, model: Model) -> list[str]:
+    """A note for each column of a table with categories that the model does not know: to it they are all zeros."""
+    if not (path.is_file() and is_table(path.name)):
+        return []
+    rows, notes = read(path), []
+    for column in _columns_of(model, path).columns:
+        cells, known = rows[column.name], column.categories
+        counts = dict(zip(cells.values, np.bincount(cells.codes, minlength=len(cells.values)).tolist(), strict=True))
+        missing = counts.pop("", 0)
+        strange = [] if known is None else sorted(counts.keys() - set(known))
+        if known is not None and strange:
+            notes.append(
+                f"column '{column.name}': {sum(counts[value] for value in strange)} of {len(rows) - missing} values "
+                f"are unknown to the model ({listed(strange)}); it knows {listed(known)}"
+            )
+    return notes
+
+
 def _labelled_folder(path: Path, model: Model) -> Examples:
     with durable.storage_errors("read", path):
         folders = images.visible_folders(path)
@@ -179,7 +197,7 @@ def _decoded(files: Sequence[Path], model: Model) -> Any:
 
 def evaluate_model(model: Model, examples: Examples, groups: Groups | None = None) -> dict[str, Any]:
     """Evaluate the model on examples whose labels are indices of its classes; `evaluation.detailed` has the figures. If
-    the model is calibrated, they are those before, and `calibrated` has those after."""
+    the model is calibrated, they are those after, as it predicts, and `uncalibrated` has those before."""
     if len(examples) == 0:
         raise DataError("there are no examples to evaluate")
     C = len(model.class_names)
@@ -194,20 +212,19 @@ def evaluate_model(model: Model, examples: Examples, groups: Groups | None = Non
     found = evaluate_batches(batches(), *place)
     if model.calibration is None:
         return found
-    after = calibrated_figures(batches(), *place, model.calibration)
-    return {**found, "calibration": model.calibration.model_dump(), "calibrated": after}
+    before = {name: found[name] for name in BY_CALIBRATION}
+    after = evaluate_calibrated(batches(), *place, model.calibration)
+    return {**after, "calibration": model.card["calibration"], "uncalibrated": before}
 
 
-AFTER = ("accuracy", "balanced", "macro_f1", "head", "middle", "tail", "nll", "brier", "ece", "reliability")
+BY_CALIBRATION = ("accuracy", "balanced", "macro_f1", "head", "middle", "tail", "nll", "brier", "ece", "reliability")
 
 
-def calibrated_figures(
+def evaluate_calibrated(
     batches: Iterable[tuple[Tensor, Tensor]], groups: Groups, class_names: Sequence[str], chosen: Calibration
 ) -> dict[str, Any]:
-    """What calibration changes, after it."""
     scaled = ((chosen.scaled(z), y) for z, y in batches)
-    found = evaluate_batches(scaled, groups, class_names, offsets=chosen.offsets)
-    return {name: found[name] for name in AFTER}
+    return evaluate_batches(scaled, groups, class_names, offsets=chosen.offsets)
 
 
 def evaluate_batches(

@@ -59,8 +59,18 @@ class _Input(BaseModel):
         return self
 
 
+class _Experiment(BaseModel):
+    rounds: int
+
+
+class _Run(BaseModel):
+    round: int
+    experiment: _Experiment
+    mean_of_last: dict[str, Any] | None = None  # of a finished run
+
+
 class Description(BaseModel):
-    """The content of model.json that is needed to rebuild the net."""
+    """The content of model.json that is needed to rebuild the net, and to say which model it is."""
 
     format: int
     weights: _Weights
@@ -72,6 +82,7 @@ class Description(BaseModel):
     input: _Input
     class_names: list[str] = Field(min_length=2)
     calibration: Calibration | None = None
+    run: _Run | None = None
 
     @model_validator(mode="after")
     def _every_class_has_a_threshold(self) -> Self:

@@ -19,7 +19,7 @@ from redgrape.data.sources import DATASETS
 from redgrape.determinism import same_bits_everywhere
 from redgrape.errors import ConfigError, DataError, StorageError
 from redgrape.exported.export import newest_state
-from redgrape.exported.inference import calibrated_figures, evaluate_batches
+from redgrape.exported.inference import BY_CALIBRATION, evaluate_batches, evaluate_calibrated
 from redgrape.learning import calibration, sums
 from redgrape.learning.calibration import Calibration
 from redgrape.nets.net import Net
@@ -43,6 +43,7 @@ class OwnModel:
     experiment: Experiment
     federation: Federation
     net: Net
+    round: int
     digest: str  # of its state
 
     @classmethod
@@ -69,7 +70,7 @@ class OwnModel:
         net = experiment.builder(federation)()
         check_model(state, net.state_dict(), folder)
         net.load_state_dict(state.server["model"])
-        return cls(folder, experiment, federation, net.eval(), view.summary["state"])
+        return cls(folder, experiment, federation, net.eval(), state.round, view.summary["state"])
 
     def examples(self, on: Split) -> Examples:
         found = self.federation.test if on == "test" else self.federation.validation
@@ -96,12 +97,13 @@ class OwnModel:
         place = (self.federation.groups, self.federation.class_names)
         sites = self.federation.sites[on] if self.knows_sites(on) else None
         found = evaluate_batches(self.batches(on), *place, sites)
-        found |= {"on": on, "class_counts": self.federation.class_counts.tolist()}
+        found |= {"on": on, "round": self.round, "rounds": self.experiment.rounds}
+        found["class_counts"] = self.federation.class_counts.tolist()
         if on == "validation" or self.federation.validation is None:
             return found
         chosen = self.calibration(shares)
-        after = calibrated_figures(self.batches("test"), *place, Calibration.model_validate(chosen))
-        return {**found, "calibration": chosen, "calibrated": after}
+        after = evaluate_calibrated(self.batches("test"), *place, Calibration.model_validate(chosen))
+        return {**found, "calibration": chosen, "calibrated": {name: after[name] for name in BY_CALIBRATION}}
 
     def keep(self, scores: Mapping[str, Any]) -> None:
         """Write what the page shows of an evaluation on the test set to the run's folder."""
@@ -109,20 +111,18 @@ class OwnModel:
         self.folder.write_evaluation({"state": self.digest, **kept})
 
     def calibration(self, shares: Shares | None = None) -> dict[str, Any]:
-        """Temperature and thresholds, chosen on the validation examples. The test set has no part in it. If thresholds
-        from half of these examples do not help the other half, they stay equal. `shares`: the class shares to calibrate
-        for. By default those of training, unless the imbalance was made: then the test set does not have it."""
+        """Temperature and thresholds, chosen on the validation examples. The test set has no part in it. What does not
+        help the other half of these examples if one half chooses it stays as it is: a temperature of 1, equal
+        thresholds. `fewest`: validation examples of the rarest class. `shares`: the class shares to calibrate for. By
+        default those of training, unless the imbalance was made: then the test set does not have it."""
         labels = self.examples("validation").labels
         shares = shares or ("training" if self.experiment.data.imbalance == "natural" else "validation")
         counts = torch.bincount(labels, minlength=self.federation.num_classes).tolist()
         wanted = self.federation.class_counts.tolist() if shares == "training" else counts
         kept = list(self.batches("validation"))
         with same_bits_everywhere():
-            weights = calibration.weights_for(counts, wanted)
-            chosen = calibration.fit(lambda: kept, weights)
-            if not calibration.is_gain(lambda: kept, weights):
-                chosen = chosen.model_copy(update={"thresholds": (1 / len(counts),) * len(counts)})
-        return {**chosen.model_dump(), "examples": len(labels), "shares": shares}
+            chosen = calibration.fit_what_gains(lambda: kept, calibration.weights_for(counts, wanted))
+        return {**chosen.model_dump(), "examples": len(labels), "fewest": min(counts), "shares": shares}
 
 
 KEPT = ("examples", "ece", "reliability", "sites", "worst_sites", "calibration", "calibrated")

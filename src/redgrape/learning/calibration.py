@@ -19,6 +19,7 @@ from typing import Annotated, TypeAlias
 import torch
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
+from torch.nn import functional
 
 from redgrape.learning.sums import DENSE
 
@@ -45,12 +46,13 @@ class Calibration(BaseModel):
         return z.double() / self.temperature
 
 
-def fit(batches: Callable[[], Batches], class_weights: Tensor) -> Calibration:
-    """Choose temperature and thresholds. `batches` gives the same examples each time. With more than 300 classes, the
-    thresholds stay equal: there is a sum for every class."""
+def fit(batches: Callable[[], Batches], class_weights: Tensor, temperature: float | None = None) -> Calibration:
+    """Choose temperature and thresholds, or thresholds for a given temperature. `batches` gives the same examples each
+    time. With more than 300 classes, the thresholds stay equal: there is a sum for every class."""
     C = len(class_weights)
-    total = torch.stack([losses(z, y, class_weights) for z, y in batches()]).sum(dim=0)
-    temperature = best_temperature(total)
+    if temperature is None:
+        total = torch.stack([losses(z, y, class_weights) for z, y in batches()]).sum(dim=0)
+        temperature = best_temperature(total)
     offsets = torch.zeros(C, dtype=torch.float64)
     if C <= DENSE:
         held = sum(torch.bincount(y, minlength=C) for _, y in batches()) * class_weights
@@ -59,10 +61,19 @@ def fit(batches: Callable[[], Batches], class_weights: Tensor) -> Calibration:
     return Calibration(temperature=temperature, thresholds=tuple(thresholds.tolist()))
 
 
-def is_gain(batches: Callable[[], Batches], class_weights: Tensor) -> bool:
-    """Whether thresholds that are chosen on half of the examples raise the macro F1 of the other half, both ways. On
-    few examples they fit noise, and do not."""
+def fit_what_gains(batches: Callable[[], Batches], class_weights: Tensor) -> Calibration:
+    """The same, but the temperature stays 1 and the thresholds stay equal if they would not gain on other examples."""
+    by_temperature, by_thresholds = gains(batches, class_weights)
+    chosen = fit(batches, class_weights, None if by_temperature else 1.0)
     C = len(class_weights)
+    return chosen if by_thresholds else chosen.model_copy(update={"thresholds": (1 / C,) * C})
+
+
+def gains(batches: Callable[[], Batches], class_weights: Tensor) -> tuple[bool, bool]:
+    """Whether a temperature that is chosen on half of the examples lowers the cross-entropy of the other half, both
+    ways, and whether thresholds raise its macro F1. On few examples they fit noise, and do not."""
+    C = len(class_weights)
+    loss = torch.zeros(2, dtype=torch.float64)  # without and with a temperature
     held, right, predicted = (torch.zeros(2, C, dtype=torch.float64) for _ in range(3))  # without and with thresholds
 
     def half(of: int) -> list[tuple[Tensor, Tensor]]:
@@ -71,13 +82,16 @@ def is_gain(batches: Callable[[], Batches], class_weights: Tensor) -> bool:
     for fold in (0, 1):
         chosen = fit(partial(half, fold), class_weights)
         for z, y in half(1 - fold):
+            weights = class_weights[y]
+            for i, scaled in enumerate((z.double(), chosen.scaled(z))):
+                loss[i] += functional.cross_entropy(scaled, y, reduction="none") @ weights
             for i, offsets in enumerate((torch.zeros(C), chosen.offsets)):
-                said, weights = (chosen.scaled(z) + offsets).argmax(dim=1), class_weights[y]
+                said = (chosen.scaled(z) + offsets).argmax(dim=1)
                 held[i].index_add_(0, y, weights)
                 right[i].index_add_(0, y, weights * (said == y))
                 predicted[i].index_add_(0, said, weights)
     f1 = (2 * right / (held + predicted))[:, held[0] > 0].mean(dim=1)
-    return bool(f1[1] > f1[0])
+    return bool(loss[1] < loss[0]), bool(f1[1] > f1[0])
 
 
 def weights_for(counts: Sequence[int], shares: Sequence[int]) -> Tensor:

@@ -21,6 +21,7 @@ from redgrape.errors import StorageError
 from redgrape.exchange import ClassRows, Direction, Exchange, Parts, Sum, Weight
 from redgrape.exchange.parts import class_rows
 from redgrape.privacy.ledger import PrivacyLedger
+from redgrape.reading import gap
 from redgrape.reading.judged import clients_in
 from redgrape.reading.run_view import RunView
 from redgrape.runs.figures import unpacked
@@ -116,24 +117,27 @@ def recorded_disclosures(run: RunView) -> dict[str, Any]:
 def disclosed(run: RunView) -> dict[str, Any]:
     """The figures of a run for `redgrape privacy`, in JSON types only."""
     discloses = recorded_disclosures(run)
-    records, environment, method = run.metrics, run.environment or {}, run.experiment["method"]
+    records, environment, baseline = run.metrics, run.environment or {}, gap.baseline(run.experiment)
+    answers = [] if baseline else [len(record["answered"]) for record in records]
     facts: dict[str, Any] = {
         "run": str(run.path),
-        "method": method["name"],
+        "method": run.experiment["method"]["name"] + baseline,
+        "baseline": baseline.removeprefix("@") or None,
         "preset": run.experiment.get("exchange", {}).get("preset", "plain"),
         "rounds": len(records),
         "clients": clients_in(environment) or None,
         "classes": len(environment["class_names"]),
-        "answers": sum(len(record["answered"]) for record in records),
+        "answers": sum(answers),
         "secure_aggregation": bool(environment.get("secure_aggregation")),
-        "fewest_answers": min((len(record["answered"]) for record in records), default=None),
+        "fewest_answers": min(answers, default=None),
         "averages": discloses.get("averages", True),  # so did all methods of older runs
-        "beyond_averaging": discloses["beyond_averaging"],
+        "beyond_averaging": "" if baseline else discloses["beyond_averaging"],
         "evaluations_at_sites": _evaluations_at_sites(records, environment),
+        "columns": _columns(environment),
         "class_reports": None,
         "noise": _noise(run, discloses["randomness"]),
     }
-    if (reports := discloses["class_reports"]) is not None:
+    if not baseline and (reports := discloses["class_reports"]) is not None:
         held = environment.get("client_counts")  # [clients, C]; with real sites only the sites know them
         counts = None if held is None else torch.tensor(held)
         rounds = [_Round(reports, record, counts, run.path) for record in records]
@@ -157,6 +161,20 @@ def _evaluations_at_sites(
         return None
     floor = 1 if environment.get("secure_aggregation") else environment.get("min_count", 1)
     return {"number": sum("test" in record for record in records), "min_count": floor}
+
+
+def _columns(environment: Mapping[str, Any]) -> dict[str, Any] | None:
+    """What the run knows of the columns of its table; None if its data is no table."""
+    if (table := environment.get("input", {}).get("table")) is None:
+        return None
+    values = {c["name"]: len(c["categories"]) for c in table["columns"] if c["categories"] is not None}
+    most = max(values, key=values.__getitem__, default=None)
+    return {
+        "numbers": len(table["columns"]) - len(values),
+        "categories": len(values),
+        "most_values": None if most is None else {"column": most, "values": values[most]},
+        "agreed": "sites" in environment,  # the sites of a deployment know the categories before they begin
+    }
 
 
 def _noise(run: RunView, randomness: str | None) -> dict[str, Any] | None:
@@ -245,6 +263,35 @@ def _seen_by_clients(reports: Mapping[str, Any], rounds: Sequence[_Round]) -> di
 
 def in_words(facts: Mapping[str, Any]) -> dict[str, list[str]]:
     """The figures in words: a few sentences for each party."""
+    parties = _federation_words(facts) if facts["baseline"] is None else BASELINES[facts["baseline"]]
+    if facts["columns"] is not None:
+        parties = {**parties, "anyone who gets the model": [_column_words(facts, facts["columns"])]}
+    return {**parties, "differential privacy": _noise_words(facts)}
+
+
+BASELINES = {
+    "pooled": {"whoever trains": ["all examples: they are in one place, and whoever trains holds them"]},
+    "alone": {"the server and the other clients": ["nothing: a client trains alone, and nothing is exchanged"]},
+}
+
+
+def _column_words(facts: Mapping[str, Any], columns: Mapping[str, Any]) -> str:
+    words = []
+    if count := columns["numbers"]:
+        words.append(f"means and deviations of {_counted(count, 'column')} of numbers")
+    if count := columns["categories"]:
+        most = columns["most_values"]
+        known = "as agreed before" if columns["agreed"] else "even one that a single row has"
+        words.append(
+            f"every value of {_counted(count, 'column')} of categories (most: '{most['column']}', "
+            f"{_counted(most['values'], 'value')}), {known}"
+        )
+    sums = "" if facts["baseline"] else "; they come from sums over the clients"
+    seen = "" if facts["baseline"] or facts["secure_aggregation"] else ", and the server sees each client's own"
+    return "; ".join(words) + sums + seen
+
+
+def _federation_words(facts: Mapping[str, Any]) -> dict[str, list[str]]:
     reports = facts["class_reports"]
     clients = [
         "the model of every round that they took part in, and so the sum of what the others changed"
@@ -266,7 +313,7 @@ def in_words(facts: Mapping[str, Any]) -> dict[str, list[str]]:
         server += [_evaluation_words(evaluations, summed=facts["secure_aggregation"])]
     if reports is not None:
         clients += _client_words(facts, reports["clients"])
-    return {"the server": server, "the clients": clients, "differential privacy": _noise_words(facts)}
+    return {"the server": server, "the clients": clients}
 
 
 def _fewest_words(fewest: int | None) -> str:
@@ -304,10 +351,9 @@ def _sum_words(facts: Mapping[str, Any]) -> list[str]:
 def _evaluation_words(evaluations: Mapping[str, int], *, summed: bool) -> str:
     whose = "of all sites together" if summed else "of each site"
     floor, number = evaluations["min_count"], evaluations["number"]
-    by = "1 evaluation" if number == 1 else f"{number} evaluations"
     least = f", from {_examples(floor)} for training on" if floor > 1 else ""
     return (
-        f"{whose}, by {by} there, how many test examples of which class were taken for "
+        f"{whose}, by {_counted(number, 'evaluation')} there, how many test examples of which class were taken for "
         f"which{least}; where these were held out, they are a known share of all of the class"
     )
 
@@ -372,8 +418,12 @@ def _client_words(facts: Mapping[str, Any], seen: Mapping[str, Any]) -> list[str
     ]
 
 
+def _counted(count: int, what: str) -> str:
+    return f"{count} {what}{'' if count == 1 else 's'}"
+
+
 def _examples(count: int) -> str:
-    return "1 example" if count == 1 else f"{count} examples"
+    return _counted(count, "example")
 
 
 def leak_in_one_line(facts: Mapping[str, Any]) -> str | None:

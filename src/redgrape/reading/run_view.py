@@ -56,6 +56,7 @@ class RunView:
     @classmethod
     def _read(cls, path: Path) -> RunView:
         try:
+            durable.check_is_run(path)
             manifests = _manifests(path)  # before the lines, which are written before their manifest
             experiment = tomllib.loads(_content(path / "experiment.toml").decode())
             summary = _json(_whole(path / "summary.json"))

@@ -45,6 +45,12 @@ def ordinary(path: Path, error: type[RedgrapeError] = StorageError) -> Path:
     return path
 
 
+def check_is_run(path: Path) -> None:
+    """Raise StorageError if this is not the folder of a run."""
+    if not (path / "experiment.toml").is_file():
+        raise StorageError(f"'{path}' is not a run folder: it has no experiment.toml; `redgrape ls` lists runs")
+
+
 def check_ordinary(folder: Path) -> None:
     """Raise StorageError if the folder holds anything but files and folders. Through a link, data would be written
     outside the folder. Reading a pipe may never end."""

@@ -101,8 +101,7 @@ class RunFolder:
 
     @classmethod
     def open(cls, path: Path) -> RunFolder:
-        if not (path / "experiment.toml").is_file():
-            raise StorageError(f"'{path}' is not a run folder: it has no experiment.toml; `redgrape ls` lists runs")
+        durable.check_is_run(path)
         durable.check_ordinary(path)
         return cls(path)
 

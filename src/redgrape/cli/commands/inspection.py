@@ -114,7 +114,7 @@ def methods(options: argparse.Namespace) -> None:
         print(json.dumps(run_view.plain(facts)))
         return
     about = method.__doc__ if "+" in options.name else sys.modules[method.__module__].__doc__
-    print(prose((about or "").strip()))
+    print(_hanging(prose((about or "").strip())))
     print("\nhyper-parameters")
     print(listed([(f"{name}={_shown(entry['default'])}", entry["meaning"] or "") for name, entry in fields.items()]))
     print()
@@ -122,6 +122,11 @@ def methods(options: argparse.Namespace) -> None:
         settings = ", ".join(f"{key}={_shown(value)}" for key, value in values.items()) or "the defaults"
         print(paragraph(f"preset {name}: {settings}", "  "))
     print(paragraph(f"fidelity: {method.fidelity or 'not stated'}", "  "))
+
+
+def _hanging(text: str) -> str:
+    """Lines that are too long, such as equations, go on below and further right."""
+    return "\n".join(paragraph(line, " " * (len(line) - len(line.lstrip()) + 4)) for line in text.split("\n"))
 
 
 def _list_methods(options: argparse.Namespace) -> None:

@@ -17,6 +17,8 @@ from redgrape.reading.run_tables import SHORT
 from redgrape.reading.terminal import paragraph, printable, table
 from redgrape.runs.figures import FIGURES, LONGEST
 
+ENOUGH = 20  # validation examples of a class
+
 
 def export(options: argparse.Namespace) -> None:
     from redgrape.exported.export import export as write
@@ -31,10 +33,17 @@ def export(options: argparse.Namespace) -> None:
         check_free(options.out)
         calibration = OwnModel.open(options.run, options.data_root).calibration(options.shares)
     folder = write(options.run, options.out, options.format, calibration)
-    round = json.loads((folder / "model.json").read_bytes())["run"]["round"]
-    message = f"model folder: {printable(folder)}, of round {round} (read its README.md)"
+    run = json.loads((folder / "model.json").read_bytes())["run"]
+    round, rounds = run["round"], run["experiment"]["rounds"]
+    message = f"model folder: {printable(folder)}, of round {round} of {rounds} (read its README.md)"
+    _tell_unfinished(run)
     if calibration is not None:
-        message = f"{_chosen(calibration)}\n{message}"
+        message = f"{paragraph(_chosen(calibration))}\n{message}"
+        if calibration["fewest"] < ENOUGH:
+            _tell(
+                f"validation examples of the rarest class: {calibration['fewest']}; to calibrate on more, hold out "
+                f"{ENOUGH} of each class in a new run: -c data.validation={ENOUGH}"
+            )
     more = {} if calibration is None else {"calibration": calibration}
     print(json.dumps({"model": str(folder), "round": round, **more}) if options.json else message)
 
@@ -47,24 +56,29 @@ def _chosen(calibration: Mapping[str, Any]) -> str:
     thresholds = f"thresholds from {percent(low)} % to {percent(high)} %"
     if high - low < 1e-9:
         thresholds = "equal thresholds, since others would not gain"
-    chosen = f"temperature {calibration['temperature']:.3f}, {thresholds}"
-    return paragraph(f"calibrated{held_out}{shares}: {chosen}")
+    temperature = f"temperature {calibration['temperature']:.3f}"
+    if calibration["temperature"] == 1:
+        temperature = "temperature 1, since another would not gain"
+    return f"calibrated{held_out}{shares}: {temperature}; {thresholds}"
 
 
 def evaluate(options: argparse.Namespace) -> None:
-    is_run = (options.model / "experiment.toml").exists()
+    has_own_data = options.data is None and not (options.model / "model.json").is_file()
     of_runs = {"--by-site": options.by_site, "--on validation": options.on == "validation", "--shares": options.shares}
     for flag, given in of_runs.items():
         if given and options.data is not None:
             raise ConfigError(f"{flag} is for a run's own examples; leave out '{options.data}'")
     if options.picture is not None:
         check_ending(options.picture)
-    scores = _scores_of_run(options) if is_run and options.data is None else _scores_of_model(options)
+    scores = _scores_of_run(options) if has_own_data else _scores_of_model(options)
+    before, after = scores.get("uncalibrated", scores), scores.get("calibrated", scores)
     if options.picture is not None:
-        draw(scores, options.picture)
+        draw(scores if before is after else {**before, "calibrated": after}, options.picture)
     if options.json:
         print(json.dumps(scores))
         return
+    if "round" in scores:
+        print(f"model of round {scores['round']} of {scores['rounds']}")
     for name, value in _overall(scores).items():
         print(f"{name:<28}{value}")
     if scores["groups"]:
@@ -101,8 +115,10 @@ def evaluate(options: argparse.Namespace) -> None:
         print(f"{between} classes between the first and the last {EITHER_END} are in `--json`")
     if options.by_site:
         print(f"\n{_by_site(scores)}")
-    if "calibrated" in scores:
-        print(f"\n{_before_and_after(scores)}")
+    if before is not after:
+        when = "before" if scores is before else "after"
+        print(f"\n{_before_and_after(before, after)}")
+        print(paragraph(f"{_chosen(scores['calibration'])}; the figures above are those {when} calibration"))
     if options.picture is not None:
         print(f"reliability diagram: {printable(options.picture)}")
 
@@ -124,17 +140,17 @@ def _by_site(scores: Mapping[str, Any]) -> str:
     return f"{table(titles, rows, 'by site, %')}\n{paragraph(f'worst site {few}: ' + ', '.join(worst))}"
 
 
-def _before_and_after(scores: Mapping[str, Any]) -> str:
-    after, words = scores["calibrated"], {"nll": "negative log-likelihood", "brier": "Brier score"}
-    shares = {**{f: f"{SHORT[f]}, %" for f in FIGURES if scores[f] is not None}, "ece": "calibration error, %"}
-    rows = [[title, *(percent(of[figure]) for of in (scores, after))] for figure, title in shares.items()]
-    rows += [[title, *(f"{of[figure]:.4f}" for of in (scores, after))] for figure, title in words.items()]
-    return f"{table(('calibration', 'before', 'after'), rows)}\n{_chosen(scores['calibration'])}"
+def _before_and_after(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
+    words = {"nll": "negative log-likelihood", "brier": "Brier score"}
+    shares = {**{f: f"{SHORT[f]}, %" for f in FIGURES if before[f] is not None}, "ece": "calibration error, %"}
+    rows = [[title, *(percent(of[figure]) for of in (before, after))] for figure, title in shares.items()]
+    rows += [[title, *(f"{of[figure]:.4f}" for of in (before, after))] for figure, title in words.items()]
+    return table(("calibration", "before", "after"), rows)
 
 
 def _scores_of_model(options: argparse.Namespace) -> dict[str, Any]:
     from redgrape.exported.export import open_model
-    from redgrape.exported.inference import evaluate_model, names_test_set, read_labelled
+    from redgrape.exported.inference import evaluate_model, names_test_set, read_labelled, unknown_values
 
     if options.data is None:
         raise ConfigError(
@@ -148,7 +164,20 @@ def _scores_of_model(options: argparse.Namespace) -> dict[str, Any]:
             "make the figures look too good",
             file=sys.stderr,
         )
-    return scores
+    _tell(*unknown_values(options.data, model))
+    run = model.card.get("run")
+    return scores if run is None else {**scores, "round": run["round"], "rounds": run["experiment"]["rounds"]}
+
+
+def _tell(*notes: str) -> None:
+    for note in notes:
+        print(f"note: {printable(note)}", file=sys.stderr)
+
+
+def _tell_unfinished(run: Mapping[str, Any] | None) -> None:
+    """`run`: of the model's card."""
+    if run is not None and run.get("mean_of_last") is None and run["round"] < run["experiment"]["rounds"]:
+        _tell(f"the run was not finished: this is its model of round {run['round']} of {run['experiment']['rounds']}")
 
 
 def _scores_of_run(options: argparse.Namespace) -> dict[str, Any]:
@@ -202,11 +231,13 @@ def _interval(scores: dict[str, Any], name: str) -> str:
 
 def predict(options: argparse.Namespace) -> None:
     from redgrape.exported.export import open_model
-    from redgrape.exported.inference import as_csv, predict_file
+    from redgrape.exported.inference import as_csv, predict_file, unknown_values
     from redgrape.runs import durable
 
     model = open_model(options.model, options.code)
     predictions = predict_file(options.data, model)
+    _tell_unfinished(model.card.get("run"))
+    _tell(*unknown_values(options.data, model))
     if options.out is not None:
         durable.replace_file(options.out, as_csv(predictions, model.class_names).encode())
     if options.json:

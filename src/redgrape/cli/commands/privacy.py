@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import textwrap
 
 from redgrape.privacy.disclosure import disclosed, in_words
 from redgrape.reading.run_view import RunView
-from redgrape.reading.terminal import printable
+from redgrape.reading.terminal import paragraph
 
 
 def privacy(options: argparse.Namespace) -> None:
@@ -17,10 +16,9 @@ def privacy(options: argparse.Namespace) -> None:
     if options.json:
         print(json.dumps(facts))
         return
-    method, rounds = printable(facts["method"]), facts["rounds"]
-    print(f"what each party could learn from {printable(facts['run'])}")
-    print(f"({method}, preset {printable(facts['preset'])}, {rounds} rounds)")
+    print(paragraph(f"what each party could learn from {facts['run']}", "  "))
+    print(paragraph(f"({facts['method']}, preset {facts['preset']}, {facts['rounds']} rounds)", "  "))
     for party, sentences in in_words(facts).items():
         print(f"\n{party}")
         for sentence in sentences:
-            print(textwrap.fill(printable(sentence), 110, initial_indent="- ", subsequent_indent="  "))
+            print(paragraph(f"- {sentence}", "  "))
