@@ -177,6 +177,31 @@ def test_wrong_tables_are_refused_in_one_line(head: str, rows: list[str], compla
     assert "\n" not in str(raised.value)
 
 
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ({"label": "diagnosis"}, "no column 'diagnosis'; did you mean 'main diagnosis'"),
+        ({"site": "hospitl"}, "no column 'hospitl'; did you mean 'hospital'"),
+        ({"test": "fould"}, "no column 'fould'; did you mean 'fold'"),
+        ({"test": "fould=3"}, "no column 'fould'; did you mean 'fold'"),
+        ({"drop": ["patent"]}, "no column 'patent'; did you mean 'patient'"),
+        ({"label": "zzz"}, "no column 'zzz'; it has patient, hospital, fold, main diagnosis"),
+    ],
+)
+def test_wrong_names_of_columns_come_before_what_the_columns_hold(
+    options: dict[str, Any], complaint: str, tmp_path: Path
+) -> None:
+    rows = [f"name {i},north,train,a" for i in range(60)]  # a column of names is refused too
+    path = written(tmp_path / "t.csv", *rows, head="patient,hospital,fold,main diagnosis")
+    with pytest.raises(DataError, match=complaint):
+        loaded(path, **{"label": "main diagnosis", "site": "hospital", "test": "fold", **options})
+
+
+def test_one_column_cannot_hold_both_classes_and_sites(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"column 'kind' cannot hold both .*; name another as --label or as --site"):
+        loaded(written(tmp_path / "t.csv", *ROWS), site="kind")
+
+
 def test_what_cannot_be_a_table_is_refused(tmp_path: Path) -> None:
     path = written(tmp_path / "t.csv", *ROWS)
     with pytest.raises(ConfigError, match=r"name its column of classes with --label \(it has age, colour"):

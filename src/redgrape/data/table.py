@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn, Self
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
-from redgrape.errors import ConfigError, DataError, install
+from redgrape.errors import ConfigError, DataError, did_you_mean, install
 from redgrape.runs import durable
 
 if TYPE_CHECKING:
@@ -92,7 +92,8 @@ class Table:
 
     def __getitem__(self, name: str) -> Cells:
         if name not in self.columns:
-            raise DataError(f"{self.where} has no column '{name}'; it has {listed(self.columns)}")
+            hint = did_you_mean(name, self.columns) or f"it has {listed(self.columns)}"
+            raise DataError(f"{self.where} has no column '{name}'; {hint}")
         return self.columns[name]
 
     def complete(self, name: str, what: str) -> Cells:
@@ -374,10 +375,15 @@ def raw(table: Table, roles: Roles) -> Raw:
         raise ConfigError(
             f"{table.where} is a table; name its column of classes with --label (it has {listed(table.columns)})"
         )
-    for name in (*roles.drop, *roles.categorical):
+    test = roles.test and table.test_column(roles.test)
+    for name in filter(None, (roles.label, roles.site, test, *roles.drop, *roles.categorical)):
         _ = table[name]  # it must be there
-    others = {roles.label, roles.site, roles.test and table.test_column(roles.test), *roles.drop}
-    inputs = [name for name in table.columns if name not in others]
+    if roles.label == roles.site:
+        raise ConfigError(
+            f"{table.where}: column '{roles.label}' cannot hold both the classes and the sites; name another as "
+            "--label or as --site"
+        )
+    inputs = [name for name in table.columns if name not in {roles.label, roles.site, test, *roles.drop}]
     if not inputs:
         raise DataError(f"{table.where} has no column left for inputs; it has {listed(table.columns)}")
     is_number = {name: name not in roles.categorical and _is_number(name, table) for name in inputs}
