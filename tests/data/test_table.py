@@ -202,6 +202,34 @@ def test_one_column_cannot_hold_both_classes_and_sites(tmp_path: Path) -> None:
         loaded(written(tmp_path / "t.csv", *ROWS), site="kind")
 
 
+@pytest.mark.parametrize(
+    "dates",
+    [
+        ["2021-03-04", "2021-03-05", "unknown"],
+        ["2021-03-04 12:30:00", "2021-03-05T12:30Z"],
+        ["2021/3/4", "2021/3/5"],
+        ["4.3.2021", "05.03.21"],
+        ["4 March 2021", "05MAR2021", "6-Mar-21"],
+    ],
+)
+def test_dates_are_no_categories_unless_asked_for(dates: list[str], tmp_path: Path) -> None:
+    """One of a few days, in many rows: no column of names would be refused."""
+    rows = [f"1,{dates[i % len(dates)]},north,{'test' if i > 50 else 'train'},{'ab'[i % 2]}" for i in range(60)]
+    path = written(tmp_path / "t.csv", *rows)
+    with pytest.raises(DataError, match=f"'colour' holds dates, such as '{dates[0]}'; .*--drop 'colour', .*number"):
+        loaded(path)
+    columns = loaded(path, categorical=["colour"]).columns
+    assert columns is not None and columns.columns[1].categories == sorted(dates)
+
+
+@pytest.mark.parametrize(
+    "texts", [["1.2", "3.4"], ["1-2", "3-4"], ["2021", "2022"], ["marl 1", "may"], ["C50.9", "1.2.3.4"]]
+)
+def test_numbers_and_codes_are_no_dates(texts: list[str], tmp_path: Path) -> None:
+    rows = [f"1,{texts[i % 2]},north,{'test' if i > 50 else 'train'},{'ab'[i % 3 == 0]}" for i in range(60)]
+    loaded(written(tmp_path / "t.csv", *rows))
+
+
 def test_what_cannot_be_a_table_is_refused(tmp_path: Path) -> None:
     path = written(tmp_path / "t.csv", *ROWS)
     with pytest.raises(ConfigError, match=r"name its column of classes with --label \(it has age, colour"):

@@ -39,6 +39,11 @@ MISSING = frozenset({"", "na", "n/a", "nan", "null", "?"})  # in small letters
 MOST_CATEGORIES = 1000
 LARGEST = 1e30  # of a number: its square is one too, also in the sum over all rows
 CONSTANT = 1e-12  # a variance below this share of the mean square is rounding
+DATE = re.compile(  # 2021-03-04, 2021/3/4, 4.3.21, 04-03-2021, 4 March 2021 and 04MAR2021, perhaps with a time
+    r"(\d{4}[-/.]\d{1,2}[-/.]\d{1,2}|\d{1,2}[-/.]\d{1,2}[-/.](\d{4}|\d{2})"
+    r"|\d{1,2}[-. ]?(jan|feb|mar|apr|may|jun|jul|aug|sep|oct|nov|dec)[a-z]*[-. ]?(\d{4}|\d{2}))([T ].*)?",
+    re.IGNORECASE,
+)
 TEST, TRAIN = ("test", "true", "1", "yes"), ("train", "false", "0", "no")
 
 
@@ -387,12 +392,19 @@ def raw(table: Table, roles: Roles) -> Raw:
     if not inputs:
         raise DataError(f"{table.where} has no column left for inputs; it has {listed(table.columns)}")
     is_number = {name: name not in roles.categorical and _is_number(name, table) for name in inputs}
-    for name in inputs:
+    for name in (name for name in inputs if not is_number[name]):
         kinds = sum(map(bool, table[name].values))
-        if not is_number[name] and (kinds > MOST_CATEGORIES or (kinds > 50 and kinds > len(table) / 2)):
+        dates = [value for value in table[name].values if DATE.fullmatch(value)]
+        if name not in roles.categorical and len(dates) > kinds / 2:
             raise DataError(
-                f"{table.where}: column '{name}' has {kinds} different texts in {len(table)} rows, as names or dates "
-                f"have; leave it out with --drop '{name}'"
+                f"{table.where}: column '{name}' holds dates, such as '{dates[0][:40]}'; leave it out with --drop "
+                f"'{name}', write it as a number, such as days, or keep the dates as categories with "
+                f"-c data.categorical='[\"{name}\"]'"
+            )
+        if kinds > MOST_CATEGORIES or (kinds > 50 and kinds > len(table) / 2):
+            raise DataError(
+                f"{table.where}: column '{name}' has {kinds} different texts in {len(table)} rows, as names have; "
+                f"leave it out with --drop '{name}'"
             )
     return Raw(table, roles.label, roles.test, is_number)
 
