@@ -537,6 +537,9 @@ def test_data_show(command: Command, toml: Path, finished: Path, tmp_path: Path)
     assert environment["split"][:16] in text
     assert "examples of each client: who.png" in text
     assert (tmp_path / "who.png").read_bytes().startswith(PNG)
+    (tmp_path / "t.csv").write_text("age,kind\n" + "1,a\n2,b\n,a\n" * 10)
+    shown = good(command("data", "show", "--data", "t.csv", "--label", "kind", "--clients", "2", "--json")).json()
+    assert [column["column"] for column in shown["inputs"]] == ["age"]
 
 
 def test_export_evaluate_predict(command: Command, finished: Path, vectors: Path, tmp_path: Path) -> None:

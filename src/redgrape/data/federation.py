@@ -198,6 +198,7 @@ class Federation:
         self.validation = validation
         self.auxiliary = auxiliary
         self.columns = columns
+        self.empty_columns: list[str] = []  # of a table: no training row has a value, so they are no inputs
         self.sites: dict[str, NDArray[np.str_]] = {}
         self.num_classes = num_classes
         self.class_names = list(class_names) if class_names is not None else [str(c) for c in range(num_classes)]

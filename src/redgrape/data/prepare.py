@@ -198,6 +198,9 @@ def prepare(options: DataOptions, seed: int, root: Path | None = None, source: S
         columns=columns,
     )
     federation.groups = groups  # a client alone is judged by the head and tail of all
+    if source.raw is not None and columns is not None:
+        fitted = {column.name for column in columns.columns}
+        federation.empty_columns = [name for name in source.raw.is_number if name not in fitted]
     if source.test_clients is not None:
         federation.sites["test"] = source.test_clients.astype(str)
     if source.clients is not None and options.validation:

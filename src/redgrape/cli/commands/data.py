@@ -24,7 +24,7 @@ def show(options: argparse.Namespace) -> None:
     experiment = Experiment.parse(values)
     federation = prepare(experiment.data, experiment.seed, options.data_root)
     if options.json:
-        figures = {
+        figures: dict[str, Any] = {
             "split": federation.fingerprint(),
             "class_names": federation.class_names,
             "class_counts": federation.class_counts.tolist(),
@@ -33,6 +33,8 @@ def show(options: argparse.Namespace) -> None:
             "client_counts": federation.client_counts.tolist(),
             "effective_holders": picture.holders(federation).tolist(),
         }
+        if federation.columns is not None:
+            figures["inputs"] = picture.inputs(federation)
         print(json.dumps(figures))
         return
     picture.draw(federation, options.out)
