@@ -316,6 +316,9 @@ def test_arrays_of_names_and_objects_get_advice() -> None:
         ({"x": X, "y": Y, "x_test": X}, "no array `y_test`"),
         ({"x": X, "y": Y, "x_test": X[:, :1], "y_test": Y}, "a row of x_test"),
         ({"x": X[:0], "y": Y[:0]}, "x holds no examples"),
+        ({"x": X, "y": Y, "clients": Y}, "own.npz has an array 'clients', which is not read; did you mean 'client'"),
+        ({"x": X, "y": Y, "tests": Y > 0}, "array 'tests', which is not read; did you mean 'test'"),
+        ({"x": X, "y": Y, "site": Y}, "array 'site', which is not read; remove it; an array is one of x, y, client, "),
     ],
 )
 @pytest.mark.parametrize("compressed", [False, True])

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import os
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
@@ -20,7 +21,7 @@ from redgrape.data.federation import check_class_names
 from redgrape.data.longtail import choose
 from redgrape.data.sources import Source, one_line
 from redgrape.data.table import Roles, Table, raw
-from redgrape.errors import ConfigError, DataError
+from redgrape.errors import ConfigError, DataError, did_you_mean
 from redgrape.runs import durable
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     Rows = NDArray[np.int64]
 
 TEST_SHARE = 0.2
+ARRAYS = ("x", "y", "client", "client_test", "class_names", "test", "x_test", "y_test")  # of an .npz file
 AS_PLAIN = "numbers as array.astype(np.float32), names as array.astype(str)"
 LARGE, UNLIKELY = 1 << 30, 200  # bytes, and a compression ratio that no honest array of that size reaches
 
@@ -114,6 +116,10 @@ def from_arrays(arrays: Any, path: Path | str, seed: int, hold_out: bool) -> Sou
     if len(x) == 0:
         raise DataError(f"{path}: x holds no examples")
     _same_length(path, "y", y, x)
+    for name in arrays:
+        if name not in ARRAYS:
+            hint = did_you_mean(name, ARRAYS) or f"remove it; an array is one of {', '.join(ARRAYS)}"
+            raise DataError(f"{path} has an array '{name}', which is not read; {hint}")
     clients = _numbers_or_names(arrays["client"], f"{path}: client") if "client" in arrays else None
     test_clients = None
     if clients is not None:
@@ -157,6 +163,9 @@ class Arrays:
 
     def __contains__(self, name: str) -> bool:
         return name in self.members
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.members)
 
     def __getitem__(self, name: str) -> Any:
         if name not in self.members:
