@@ -542,6 +542,24 @@ def test_data_show(command: Command, toml: Path, finished: Path, tmp_path: Path)
     assert [column["column"] for column in shown["inputs"]] == ["age"]
 
 
+def test_sites_that_are_not_used_are_noted_once(command: Command, tmp_path: Path) -> None:
+    sites = np.array(["north", "south", "west"])
+    x, y = np.random.default_rng(0).normal(size=(60, 2)).astype(np.float32), np.arange(60) % 2
+    np.savez(tmp_path / "sites.npz", x=x, y=y, client=sites[np.arange(60) // 2 % 3])
+    note = "note: the data names 3 sites, but 4 clients are simulated; --partition natural uses the sites"
+    data = ["--data", "sites.npz", "--clients", 4]
+    assert note in good(command("data", "show", *data)).out.splitlines()
+    more = ["--net", "linear", "--rounds", 1, "--workers", 1]
+    lines = [
+        good(command(*words, *data, *more)).err.splitlines()
+        for words in (["run", "--out", "run"], ["compare", "fedavg", "fedprox", "fedavg@pooled", "--out", "compared"])
+    ]
+    assert [said.count(note) for said in lines] == [1, 1]
+    natural = [*data, "--partition", "natural"]
+    assert note not in good(command("data", "show", *natural)).out
+    assert "the data names" not in good(command("run", *natural, *more, "--out", "natural")).err
+
+
 def test_export_evaluate_predict(command: Command, finished: Path, vectors: Path, tmp_path: Path) -> None:
     """The exported model gives on the test rows what the run's last evaluation says."""
     assert good(command("export", finished, "model", "--json")).json() == {"model": "model", "round": 2}

@@ -203,6 +203,11 @@ def prepare(options: DataOptions, seed: int, root: Path | None = None, source: S
         federation.empty_columns = [name for name in source.raw.is_number if name not in fitted]
     if source.test_clients is not None:
         federation.sites["test"] = source.test_clients.astype(str)
+    named = 0 if source.clients is None else len(np.unique(source.clients))
+    if named > 1 and options.partition != "natural" and options.is_federated:
+        federation.notes.append(
+            f"the data names {named} sites, but {len(parts)} clients are simulated; --partition natural uses the sites"
+        )
     if source.clients is not None and options.validation:
         federation.sites["validation"] = source.clients[held_out].astype(str)
     return federation

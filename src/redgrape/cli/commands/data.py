@@ -40,7 +40,7 @@ def show(options: argparse.Namespace) -> None:
     picture.draw(federation, options.out)
     print(picture.describe(federation))
     training = federation.class_counts.tolist()
-    for note in notes(federation.class_names, federation.counts("test"), training):
+    for note in [*federation.notes, *notes(federation.class_names, federation.counts("test"), training)]:
         print(paragraph(f"note: {note}"))
     print(f"examples of each client: {printable(options.out)}")
 
