@@ -330,6 +330,19 @@ def test_wrong_npz_files_are_refused_in_one_line(
     assert "\n" not in str(raised.value)
 
 
+@pytest.mark.parametrize("wrong", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize(("name", "dtype"), [("x", np.float32), ("x_test", np.float64), ("x", np.float16)])
+def test_a_number_that_is_not_finite_is_named_by_its_row(name: str, dtype: Any, wrong: float, tmp_path: Path) -> None:
+    """Row 4500 of the file, which is beyond the first block."""
+    y = np.arange(5000) % 2
+    arrays = {"x": np.zeros((5000, 2, 2), dtype), "y": y}
+    arrays |= {"x_test": arrays["x"].copy(), "y_test": y} if name == "x_test" else {}
+    arrays[name][4500, 1, 0] = wrong
+    advice = "has a value that is NaN or infinite; fill it in or remove the row"
+    with pytest.raises(DataError, match=rf"own.npz: {name}\[4500\] {advice}"):
+        save_and_load(tmp_path / "own.npz", **arrays)
+
+
 @pytest.mark.parametrize("compressed", [False, True])
 def test_damaged_npz_files_never_raise_anything_else(compressed: bool, tmp_path: Path) -> None:
     path = tmp_path / "own.npz"

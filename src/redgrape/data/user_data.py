@@ -120,6 +120,7 @@ def from_arrays(arrays: Any, path: Path | str, seed: int, hold_out: bool) -> Sou
         if name not in ARRAYS:
             hint = did_you_mean(name, ARRAYS) or f"remove it; an array is one of {', '.join(ARRAYS)}"
             raise DataError(f"{path} has an array '{name}', which is not read; {hint}")
+    _check_finite(x, f"{path}: x")
     clients = _numbers_or_names(arrays["client"], f"{path}: client") if "client" in arrays else None
     test_clients = None
     if clients is not None:
@@ -133,6 +134,7 @@ def from_arrays(arrays: Any, path: Path | str, seed: int, hold_out: bool) -> Sou
             raise DataError(
                 f"{path}: a row of x_test is {x_test.dtype} {x_test.shape[1:]}, a row of x {x.dtype} {x.shape[1:]}"
             )
+        _check_finite(x_test, f"{path}: x_test")
         train, test = Examples(x, y), Examples(x_test, y_test)
         if "client_test" in arrays:
             test_clients = _numbers_or_names(arrays["client_test"], f"{path}: client_test")
@@ -246,6 +248,16 @@ def _check_range(x: Any, what: str) -> None:
         if len(beyond):
             value = block[tuple(beyond[0])]
             raise DataError(f"{what} has {value:g} in row {start + beyond[0][0]}, which no float32 can hold; scale x")
+
+
+def _check_finite(x: Any, what: str) -> None:
+    """Raise DataError for NaN and infinity, by the row of the file: after the split, rows have other numbers."""
+    for start in range(0, len(x) if x.dtype.kind == "f" else 0, 4096):  # in blocks: x may be larger than memory
+        wrong = np.argwhere(~np.isfinite(x[start : start + 4096]))
+        if len(wrong):
+            raise DataError(
+                f"{what}[{start + wrong[0][0]}] has a value that is NaN or infinite; fill it in or remove the row"
+            )
 
 
 def labels_of(arrays: Any, *which: str) -> tuple[list[Any], list[str]]:
