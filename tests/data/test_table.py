@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import math
+import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -254,6 +255,22 @@ def test_what_cannot_be_a_table_is_refused(tmp_path: Path) -> None:
     pytest.importorskip("pyarrow")
     with pytest.raises(DataError, match="cannot be read as Parquet"):
         loaded(tmp_path / "t.parquet")
+
+
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [
+        ("t.xlsx", "'.xlsx' is not read; save it as .csv (UTF-8) or .parquet"),
+        ("T.XLS", "'.xls' is not read; save it as .csv (UTF-8) or .parquet"),
+        ("x.npy", "'.npy' is not read; save it as .npz with x and y"),
+        ("x.zip", "neither a folder of images nor an .npz file nor a table (.csv, .tsv, .parquet)"),
+    ],
+)
+def test_files_of_other_kinds_get_advice(name: str, advice: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(b"anything")
+    for options in ({}, {"label": "kind"})[: 1 + ("not read" in advice)]:
+        with pytest.raises(ConfigError, match=re.escape(advice)):
+            rg.data.load(str(tmp_path / name), **options)
 
 
 def test_fars_without_the_columns_that_give_it_away(tmp_path: Path) -> None:

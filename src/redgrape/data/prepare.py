@@ -29,7 +29,7 @@ from redgrape.data.federation import Federation, Groups
 from redgrape.data.images import LARGEST_SIDE
 from redgrape.data.partition import check_kind, client_names, partition
 from redgrape.data.sources import AS_THEY_ARE, READERS, Source, load
-from redgrape.data.table import SUFFIXES, Columns, Roles, is_table
+from redgrape.data.table import SUFFIXES, Columns, Roles, is_table, not_read
 from redgrape.errors import ConfigError, DataError, unknown
 from redgrape.validation import LARGEST
 
@@ -128,7 +128,10 @@ class DataOptions(BaseModel):
     def _only_tables_have_columns(self) -> Self:
         if not is_table(self.source) and self.roles != Roles():
             name = next(key for key, value in vars(self.roles).items() if value)
-            raise ValueError(f"{name} is for tables ({', '.join(SUFFIXES)}), but '{self.source}' is none; leave it out")
+            raise ValueError(
+                not_read(self.source)
+                or f"{name} is for tables ({', '.join(SUFFIXES)}), but '{self.source}' is none; leave it out"
+            )
         if self.pooled and self.alone is not None:
             raise ValueError(f"pooled and alone='{self.alone}' exclude each other; set one of them")
         return self

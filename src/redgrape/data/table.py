@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     Numbers = NDArray[np.float64]
 
 SUFFIXES = (".csv", ".tsv", ".parquet")
+OTHER_SUFFIXES = (".xlsx", ".xls", ".ods", ".feather", ".sav", ".dta", ".sas7bdat")  # not read
 MISSING = frozenset({"", "na", "n/a", "nan", "null", "?"})  # in small letters
 MOST_CATEGORIES = 1000
 LARGEST = 1e30  # of a number: its square is one too, also in the sum over all rows
@@ -147,6 +148,13 @@ class Table:
 
 def is_table(source: str) -> bool:
     return source.lower().endswith(SUFFIXES) and Path(source).name != "manifest.csv"  # it lists images
+
+
+def not_read(source: str) -> str:
+    """What to do with a file of this kind. Empty if it is read, or if nothing is known."""
+    kind = Path(source).suffix.lower()
+    instead = {".npy": ".npz with x and y", **dict.fromkeys(OTHER_SUFFIXES, ".csv (UTF-8) or .parquet")}.get(kind)
+    return f"{source}: '{kind}' is not read; save it as {instead}" if instead else ""
 
 
 def read(path: Path) -> Table:

@@ -20,7 +20,7 @@ from redgrape.data.examples import Examples
 from redgrape.data.federation import check_class_names
 from redgrape.data.longtail import choose
 from redgrape.data.sources import Source, one_line
-from redgrape.data.table import Roles, Table, raw
+from redgrape.data.table import SUFFIXES, Roles, Table, is_table, not_read, raw
 from redgrape.errors import ConfigError, DataError, did_you_mean
 from redgrape.runs import durable
 
@@ -50,7 +50,8 @@ def load(
     if durable.ordinary(path, DataError).is_dir() or images.is_manifest(path):
         return _from_images(path, root, seed, image_size, letterbox, hold_out, fewest_classes)
     if path.suffix != ".npz":
-        raise ConfigError(f"{path} is neither a folder of images nor an .npz file; a table cannot be used here")
+        table = "; a table cannot be used here" if is_table(path.name) else f" nor a table ({', '.join(SUFFIXES)})"
+        raise ConfigError(not_read(str(path)) or f"{path} is neither a folder of images nor an .npz file{table}")
     if image_size is not None or letterbox:
         name = "letterbox" if image_size is None else "image_size"
         raise ConfigError(f"{name} is for folders of images; the arrays of {path} are not resized, so leave it out")
