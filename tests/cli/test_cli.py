@@ -560,6 +560,17 @@ def test_sites_that_are_not_used_are_noted_once(command: Command, tmp_path: Path
     assert "the data names" not in good(command("run", *natural, *more, "--out", "natural")).err
 
 
+def test_a_tail_of_classes_whose_names_have_commas(command: Command, tmp_path: Path) -> None:
+    rows = [f"{i},{kind}" for i in range(20) for kind in ('"Myocarditis, acute"', "Flu", "Cold")]
+    (tmp_path / "t.csv").write_text("\n".join(["age,kind", *rows]))
+    data = ["data", "show", "--data", "t.csv", "--label", "kind", "--clients", 2]
+    refused = command(*data, "--tail", "Flu,Myocarditis, acute")
+    form = 'data.tail_classes=["Myocarditis, acute"]'
+    assert refused.code == 2 and "names 'Myocarditis', which is no class of t.csv" in refused.err
+    assert f"choose from 'Cold', 'Flu', 'Myocarditis, acute'; write a name with a comma as -c '{form}'" in refused.err
+    assert "tail    Myocarditis, acute 16/4" in good(command(*data, "-c", form)).out
+
+
 def test_export_evaluate_predict(command: Command, finished: Path, vectors: Path, tmp_path: Path) -> None:
     """The exported model gives on the test rows what the run's last evaluation says."""
     assert good(command("export", finished, "model", "--json")).json() == {"model": "model", "round": 2}

@@ -265,9 +265,13 @@ def _tail(options: DataOptions, class_names: Sequence[str]) -> list[int] | None:
         return None
     for c in options.tail_classes:
         if c not in class_names if isinstance(c, str) else not 0 <= c < len(class_names):
-            some = ", ".join(class_names[:10]) + (", ..." if len(class_names) > 10 else "")
+            some = ", ".join(map(repr, class_names[:10])) + (", ..." if len(class_names) > 10 else "")
+            hints = [
+                f"; write a name with a comma as -c 'data.tail_classes=[\"{n}\"]'" for n in class_names if "," in n
+            ]
             raise ConfigError(
                 f"data.tail_classes names {c!r}, which is no class of {options.source}; choose from {some}"
+                + "".join(hints[:1])
             )
     return [class_names.index(c) if isinstance(c, str) else c for c in options.tail_classes]
 
