@@ -91,7 +91,7 @@ def test_image_formats(suffix: str, tmp_path: Path) -> None:
 def test_sizes_must_agree_or_be_given(tmp_path: Path) -> None:
     write_images(tmp_path / "pets", {"a": 2, "b": 2})
     Image.new("RGB", (9, 5)).save(tmp_path / "pets" / "b" / "z.png")
-    with pytest.raises(DataError, match=r"000.png is 6x4 and .*z.png is 9x5; pass image_size"):
+    with pytest.raises(DataError, match=r"000.png is 6x4 and .*z.png is 9x5; .* -c data.image_size=64"):
         load(str(tmp_path / "pets"), tmp_path)
     resized = load(str(tmp_path / "pets"), tmp_path, image_size=8)
     assert resized.train.x.shape == (5, 3, 8, 8)

@@ -194,7 +194,7 @@ def _decode(paths: list[Path], cache: Path, image_size: int | None, letterbox: b
         if image_size is None and size != (width, height):
             raise DataError(
                 f"images differ in size: {paths[0]} is {width}x{height} and {path} is {size[0]}x{size[1]}; "
-                f"pass image_size to resize all to one size"
+                "resize all to one size, as with -c data.image_size=64 (embed and deploy: --image-size 64)"
             )
     shape = (len(paths), 3 if mode == "RGB" else 1, height, width)
     blocks = (open_image(path, lambda image: pixels(image, mode, (width, height), letterbox))[None] for path in paths)
