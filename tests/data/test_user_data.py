@@ -145,6 +145,19 @@ def test_a_corrupt_image_is_named_and_leaves_no_cache(tmp_path: Path) -> None:
         load(str(tmp_path / "pets"), tmp_path)
 
 
+@pytest.mark.parametrize("kept", [0, 60])
+def test_all_corrupt_images_are_counted(kept: int, tmp_path: Path) -> None:
+    """Some are seen by their first bytes, others only when they are decoded."""
+    write_images(tmp_path / "pets", {"a": 3, "b": 3}, size=(60, 40))
+    for name in ("a/000", "a/002", "b/000", "b/001", "b/002"):
+        path = tmp_path / "pets" / f"{name}.png"
+        path.write_bytes(path.read_bytes()[:kept])
+    others = r"the same with 4 more of 6 images: \S+a/002.png, \S+b/000.png, \S+b/001.png, \.\.\.$"
+    with pytest.raises(DataError, match=rf"a/000.png cannot be read as an image \(.*; replace or remove it; {others}"):
+        load(str(tmp_path / "pets"), tmp_path)
+    assert not list(tmp_path.glob("decoded/*"))
+
+
 def test_links_may_not_leave_the_folder(tmp_path: Path) -> None:
     write_images(tmp_path / "pets", {"a": 2, "b": 2})
     Image.new("RGB", (6, 4)).save(tmp_path / "secret.png")
