@@ -144,8 +144,10 @@ def test_new_rows_may_lack_values_and_bring_new_categories(tmp_path: Path) -> No
     assert np.allclose(columns.inputs(new), [[0, 1, 0, 0, 0], [0, 1, 0, 0, 1], [scaled, 0, 0, 1, 0]], atol=1e-6)
     with pytest.raises(DataError, match="has no column 'age'; it has colour"):
         columns.inputs(table.read(written(tmp_path / "less.csv", "red", head="colour")))
-    with pytest.raises(DataError, match=r"row 1 has 'old' in column 'age', which holds numbers; write"):
+    with pytest.raises(DataError, match=r"line 2 has 'old' in column 'age', which holds numbers; write"):
         columns.inputs(table.read(written(tmp_path / "text.csv", "old,red", head="age,colour")))
+    with pytest.raises(DataError, match=r"line 2 has '-1e300' in column 'age', which is too large"):
+        columns.inputs(table.read(written(tmp_path / "large.csv", "-1e300,red", head="age,colour")))
     assert Columns.model_validate_json(columns.model_dump_json(), strict=True) == columns
 
 
@@ -153,18 +155,22 @@ def test_new_rows_may_lack_values_and_bring_new_categories(tmp_path: Path) -> No
     ("head", "rows", "complaint"),
     [
         (HEAD, [], "holds no rows"),
-        (HEAD, ["1,red,north,train"], "row 1 has 4 cells for 5 columns"),
+        (HEAD, ["1,red,north,train"], "line 2 has 4 cells for 5 columns"),
         (",colour,site,fold,kind", ROWS, "column 1 has no name; .*index=False"),
         ("age,age,site,fold,kind", ROWS, "two columns are named 'age'"),
         ("age,colour,site,fold,sort", ROWS, "no column 'kind'; it has age, colour, site, fold, sort"),
         ("age,colour,place,fold,kind", ROWS, "no column 'site'"),
-        (HEAD, [*ROWS, "1,red,north,train,"], "row 7 has no class in column 'kind'"),
-        (HEAD, [*ROWS, "1,red,na,train,a"], "row 7 has no site in column 'site'"),
-        (HEAD, [*ROWS, "1,red,north,valid,a"], "row 7 has 'valid' in column 'fold'; write test or train"),
-        (HEAD, [*ROWS, "old,red,north,train,a"], "row 7 has 'old' in column 'age', among numbers; .*data.categorical"),
-        (HEAD, [*ROWS, "inf,red,north,train,a"], "row 7 has 'inf' in column 'age'"),
-        (HEAD, [*ROWS, "1e200,red,north,train,a"], "row 7 has '1e200' in column 'age'"),
-        (HEAD, ['"1,5",red,north,train,a', '"2,5",red,north,test,a'], "row 1 has '1,5' in column 'age'.*1234.5"),
+        (HEAD, [*ROWS, "1,red,north,train,"], "line 8 has no class in column 'kind'"),
+        (HEAD, [*ROWS, "1,red,na,train,a"], "line 8 has no site in column 'site'"),
+        (HEAD, [*ROWS, "1,red,north,valid,a"], "line 8 has 'valid' in column 'fold'; write test or train"),
+        (HEAD, [*ROWS, "old,red,north,train,a"], "line 8 has 'old' in column 'age', among numbers; .*data.categorical"),
+        (HEAD, [*ROWS, "inf,red,north,train,a"], "line 8 has 'inf' in column 'age', which is too large"),
+        (
+            HEAD,
+            [*ROWS, "1e200,red,north,train,a"],
+            "line 8 has '1e200' in column 'age', which is too large; write .* up to 1e.30,",
+        ),
+        (HEAD, ['"1,5",red,north,train,a', '"2,5",red,north,test,a'], "line 2 has '1,5' in column 'age'.*1234.5"),
         (HEAD, [*ROWS[:2], "1,red,north,test,a"], "has one class, 'a'"),
         (HEAD, ROWS[:4], "4 training and 0 test examples"),
         (HEAD, [*ROWS, "1,red,north,test,c"], "class 'c' has test examples but no training"),
@@ -196,6 +202,15 @@ def test_wrong_names_of_columns_come_before_what_the_columns_hold(
     path = written(tmp_path / "t.csv", *rows, head="patient,hospital,fold,main diagnosis")
     with pytest.raises(DataError, match=complaint):
         loaded(path, **{"label": "main diagnosis", "site": "hospital", "test": "fold", **options})
+
+
+def test_a_wrong_value_is_named_by_its_line_in_a_file_and_by_its_row_in_a_frame(tmp_path: Path) -> None:
+    """Line 1 has the names, lines 2 to 7 the rows, line 8 nothing, and lines 9 and 10 one cell with a line break."""
+    path = written(tmp_path / "t.csv", *ROWS, "", '1,"red\nrose",north,train,a', "old,red,north,train,a")
+    with pytest.raises(DataError, match=r"line 11 has 'old' in column 'age'"):
+        loaded(path)
+    with pytest.raises(DataError, match=r"the table: row 3 has 'old' in column 'age'"):
+        rg.data.load({"age": [1, 2, "old"], "kind": ["a", "b", "a"]}, label="kind")
 
 
 def test_one_column_cannot_hold_both_classes_and_sites(tmp_path: Path) -> None:
