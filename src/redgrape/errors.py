@@ -55,9 +55,14 @@ def install(extra: str) -> str:
 def unknown(kind: str, word: str, options: Iterable[str]) -> ConfigError:
     """`unknown method 'fedavgg'; did you mean 'fedavg'?`, or the options if none is close."""
     names = sorted(options)
-    near = difflib.get_close_matches(word, names, n=1)
-    hint = f"did you mean '{near[0]}'?" if near else f"choose from {', '.join(names)}"
+    hint = did_you_mean(word, names) or f"choose from {', '.join(names)}"
     return ConfigError(f"unknown {kind} '{word}'; {hint}")
+
+
+def did_you_mean(word: str, options: Iterable[str]) -> str:
+    """`did you mean 'fedavg'?`, or an empty text if none is close."""
+    near = difflib.get_close_matches(word, list(options), n=1)
+    return f"did you mean '{near[0]}'?" if near else ""
 
 
 @contextmanager

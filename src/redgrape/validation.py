@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from redgrape.errors import ConfigError
+from redgrape.errors import ConfigError, did_you_mean
 
 LONGEST = 300  # characters of a message
 LARGEST = 1e9  # largest hyper-parameter: the product of four still fits a float32
@@ -72,8 +71,8 @@ def _near(path: list[str], model: type[BaseModel]) -> str:
     if not (isinstance(here, type) and issubclass(here, BaseModel)):
         return ""
     names = list(here.model_fields)
-    near = difflib.get_close_matches(path[-1], names, n=1)
-    return f"; did you mean '{near[0]}'?" if near else f"; choose from {', '.join(names)}"
+    hint = did_you_mean(path[-1], names) or f"choose from {', '.join(names)}"
+    return f"; {hint}"
 
 
 def shown(value: Any) -> str:

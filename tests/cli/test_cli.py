@@ -546,6 +546,38 @@ def test_data_show(command: Command, toml: Path, finished: Path, tmp_path: Path)
     assert environment["split"][:16] in text
     assert "examples of each client: who.png" in text
     assert (tmp_path / "who.png").read_bytes().startswith(PNG)
+    (tmp_path / "t.csv").write_text("age,kind\n" + "1,a\n2,b\n,a\n" * 10)
+    shown = good(command("data", "show", "--data", "t.csv", "--label", "kind", "--clients", "2", "--json")).json()
+    assert [column["column"] for column in shown["inputs"]] == ["age"]
+
+
+def test_sites_that_are_not_used_are_noted_once(command: Command, tmp_path: Path) -> None:
+    sites = np.array(["north", "south", "west"])
+    x, y = np.random.default_rng(0).normal(size=(60, 2)).astype(np.float32), np.arange(60) % 2
+    np.savez(tmp_path / "sites.npz", x=x, y=y, client=sites[np.arange(60) // 2 % 3])
+    note = "note: the data names 3 sites, but 4 clients are simulated; --partition natural uses the sites"
+    data = ["--data", "sites.npz", "--clients", 4]
+    assert note in good(command("data", "show", *data)).out.splitlines()
+    more = ["--net", "linear", "--rounds", 1, "--workers", 1]
+    lines = [
+        good(command(*words, *data, *more)).err.splitlines()
+        for words in (["run", "--out", "run"], ["compare", "fedavg", "fedprox", "fedavg@pooled", "--out", "compared"])
+    ]
+    assert [said.count(note) for said in lines] == [1, 1]
+    natural = [*data, "--partition", "natural"]
+    assert note not in good(command("data", "show", *natural)).out
+    assert "the data names" not in good(command("run", *natural, *more, "--out", "natural")).err
+
+
+def test_a_tail_of_classes_whose_names_have_commas(command: Command, tmp_path: Path) -> None:
+    rows = [f"{i},{kind}" for i in range(20) for kind in ('"Myocarditis, acute"', "Flu", "Cold")]
+    (tmp_path / "t.csv").write_text("\n".join(["age,kind", *rows]))
+    data = ["data", "show", "--data", "t.csv", "--label", "kind", "--clients", 2]
+    refused = command(*data, "--tail", "Flu,Myocarditis, acute")
+    form = 'data.tail_classes=["Myocarditis, acute"]'
+    assert refused.code == 2 and "names 'Myocarditis', which is no class of t.csv" in refused.err
+    assert f"choose from 'Cold', 'Flu', 'Myocarditis, acute'; write a name with a comma as -c '{form}'" in refused.err
+    assert "tail    Myocarditis, acute 16/4" in good(command(*data, "-c", form)).out
 
 
 def test_export_evaluate_predict(command: Command, finished: Path, vectors: Path, tmp_path: Path) -> None:

@@ -266,8 +266,10 @@ def test_objects_in_an_npz_are_not_unpickled(
         refused(command("evaluate", model, tmp_path / "evil.npz"), 65)
 
 
-def test_names_in_an_archive_lead_nowhere(command: Any, tiny: Values, vectors: Path, tmp_path: Path) -> None:
-    """Nothing is unpacked: members that are called `../x` or `/x` are arrays of odd names."""
+def test_names_in_an_archive_lead_nowhere(
+    command: Any, tiny: Values, model: Path, vectors: Path, tmp_path: Path
+) -> None:
+    """Nothing is unpacked: members that are called `../x` or `/x` are arrays of odd names, which a run refuses."""
     inner = tmp_path / "inner"
     inner.mkdir()
     shutil.copy(vectors, inner / "own.npz")
@@ -275,7 +277,8 @@ def test_names_in_an_archive_lead_nowhere(command: Any, tiny: Values, vectors: P
         for name in ("../evil.npy", "/tmp/evil.npy", "..\\evil.npy", "a/../../evil"):
             archive.writestr(name, b"evil")
     (tmp_path / "e.toml").write_text(Experiment.parse(tiny(data__source=str(inner / "own.npz"))).to_toml())
-    assert command("run", tmp_path / "e.toml", "--workers", 1, "--quiet", "--out", tmp_path / "new").code == 0
+    refused(command("run", tmp_path / "e.toml", "--workers", 1, "--quiet", "--out", tmp_path / "new"), 65)
+    assert command("predict", model, inner / "own.npz").code == 0
     assert not [path for path in (*tmp_path.rglob("*"), *Path("/tmp").glob("*")) if "evil" in path.name]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import math
+import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -143,8 +144,10 @@ def test_new_rows_may_lack_values_and_bring_new_categories(tmp_path: Path) -> No
     assert np.allclose(columns.inputs(new), [[0, 1, 0, 0, 0], [0, 1, 0, 0, 1], [scaled, 0, 0, 1, 0]], atol=1e-6)
     with pytest.raises(DataError, match="has no column 'age'; it has colour"):
         columns.inputs(table.read(written(tmp_path / "less.csv", "red", head="colour")))
-    with pytest.raises(DataError, match=r"row 1 has 'old' in column 'age', which holds numbers; write"):
+    with pytest.raises(DataError, match=r"line 2 has 'old' in column 'age', which holds numbers; write"):
         columns.inputs(table.read(written(tmp_path / "text.csv", "old,red", head="age,colour")))
+    with pytest.raises(DataError, match=r"line 2 has '-1e300' in column 'age', which is too large"):
+        columns.inputs(table.read(written(tmp_path / "large.csv", "-1e300,red", head="age,colour")))
     assert Columns.model_validate_json(columns.model_dump_json(), strict=True) == columns
 
 
@@ -152,18 +155,22 @@ def test_new_rows_may_lack_values_and_bring_new_categories(tmp_path: Path) -> No
     ("head", "rows", "complaint"),
     [
         (HEAD, [], "holds no rows"),
-        (HEAD, ["1,red,north,train"], "row 1 has 4 cells for 5 columns"),
+        (HEAD, ["1,red,north,train"], "line 2 has 4 cells for 5 columns"),
         (",colour,site,fold,kind", ROWS, "column 1 has no name; .*index=False"),
         ("age,age,site,fold,kind", ROWS, "two columns are named 'age'"),
         ("age,colour,site,fold,sort", ROWS, "no column 'kind'; it has age, colour, site, fold, sort"),
         ("age,colour,place,fold,kind", ROWS, "no column 'site'"),
-        (HEAD, [*ROWS, "1,red,north,train,"], "row 7 has no class in column 'kind'"),
-        (HEAD, [*ROWS, "1,red,na,train,a"], "row 7 has no site in column 'site'"),
-        (HEAD, [*ROWS, "1,red,north,valid,a"], "row 7 has 'valid' in column 'fold'; write test or train"),
-        (HEAD, [*ROWS, "old,red,north,train,a"], "row 7 has 'old' in column 'age', among numbers; .*data.categorical"),
-        (HEAD, [*ROWS, "inf,red,north,train,a"], "row 7 has 'inf' in column 'age'"),
-        (HEAD, [*ROWS, "1e200,red,north,train,a"], "row 7 has '1e200' in column 'age'"),
-        (HEAD, ['"1,5",red,north,train,a', '"2,5",red,north,test,a'], "row 1 has '1,5' in column 'age'.*1234.5"),
+        (HEAD, [*ROWS, "1,red,north,train,"], "line 8 has no class in column 'kind'"),
+        (HEAD, [*ROWS, "1,red,na,train,a"], "line 8 has no site in column 'site'"),
+        (HEAD, [*ROWS, "1,red,north,valid,a"], "line 8 has 'valid' in column 'fold'; write test or train"),
+        (HEAD, [*ROWS, "old,red,north,train,a"], "line 8 has 'old' in column 'age', among numbers; .*data.categorical"),
+        (HEAD, [*ROWS, "inf,red,north,train,a"], "line 8 has 'inf' in column 'age', which is too large"),
+        (
+            HEAD,
+            [*ROWS, "1e200,red,north,train,a"],
+            "line 8 has '1e200' in column 'age', which is too large; write .* up to 1e.30,",
+        ),
+        (HEAD, ['"1,5",red,north,train,a', '"2,5",red,north,test,a'], "line 2 has '1,5' in column 'age'.*1234.5"),
         (HEAD, [*ROWS[:2], "1,red,north,test,a"], "has one class, 'a'"),
         (HEAD, ROWS[:4], "4 training and 0 test examples"),
         (HEAD, [*ROWS, "1,red,north,test,c"], "class 'c' has test examples but no training"),
@@ -175,6 +182,68 @@ def test_wrong_tables_are_refused_in_one_line(head: str, rows: list[str], compla
     with pytest.raises(DataError, match=complaint) as raised:
         loaded(written(tmp_path / "t.csv", *rows, head=head))
     assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ({"label": "diagnosis"}, "no column 'diagnosis'; did you mean 'main diagnosis'"),
+        ({"site": "hospitl"}, "no column 'hospitl'; did you mean 'hospital'"),
+        ({"test": "fould"}, "no column 'fould'; did you mean 'fold'"),
+        ({"test": "fould=3"}, "no column 'fould'; did you mean 'fold'"),
+        ({"drop": ["patent"]}, "no column 'patent'; did you mean 'patient'"),
+        ({"label": "zzz"}, "no column 'zzz'; it has patient, hospital, fold, main diagnosis"),
+    ],
+)
+def test_wrong_names_of_columns_come_before_what_the_columns_hold(
+    options: dict[str, Any], complaint: str, tmp_path: Path
+) -> None:
+    rows = [f"name {i},north,train,a" for i in range(60)]  # a column of names is refused too
+    path = written(tmp_path / "t.csv", *rows, head="patient,hospital,fold,main diagnosis")
+    with pytest.raises(DataError, match=complaint):
+        loaded(path, **{"label": "main diagnosis", "site": "hospital", "test": "fold", **options})
+
+
+def test_a_wrong_value_is_named_by_its_line_in_a_file_and_by_its_row_in_a_frame(tmp_path: Path) -> None:
+    """Line 1 has the names, lines 2 to 7 the rows, line 8 nothing, and lines 9 and 10 one cell with a line break."""
+    path = written(tmp_path / "t.csv", *ROWS, "", '1,"red\nrose",north,train,a', "old,red,north,train,a")
+    with pytest.raises(DataError, match=r"line 11 has 'old' in column 'age'"):
+        loaded(path)
+    with pytest.raises(DataError, match=r"the table: row 3 has 'old' in column 'age'"):
+        rg.data.load({"age": [1, 2, "old"], "kind": ["a", "b", "a"]}, label="kind")
+
+
+def test_one_column_cannot_hold_both_classes_and_sites(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"column 'kind' cannot hold both .*; name another as --label or as --site"):
+        loaded(written(tmp_path / "t.csv", *ROWS), site="kind")
+
+
+@pytest.mark.parametrize(
+    "dates",
+    [
+        ["2021-03-04", "2021-03-05", "unknown"],
+        ["2021-03-04 12:30:00", "2021-03-05T12:30Z"],
+        ["2021/3/4", "2021/3/5"],
+        ["4.3.2021", "05.03.21"],
+        ["4 March 2021", "05MAR2021", "6-Mar-21"],
+    ],
+)
+def test_dates_are_no_categories_unless_asked_for(dates: list[str], tmp_path: Path) -> None:
+    """One of a few days, in many rows: no column of names would be refused."""
+    rows = [f"1,{dates[i % len(dates)]},north,{'test' if i > 50 else 'train'},{'ab'[i % 2]}" for i in range(60)]
+    path = written(tmp_path / "t.csv", *rows)
+    with pytest.raises(DataError, match=f"'colour' holds dates, such as '{dates[0]}'; .*--drop 'colour', .*number"):
+        loaded(path)
+    columns = loaded(path, categorical=["colour"]).columns
+    assert columns is not None and columns.columns[1].categories == sorted(dates)
+
+
+@pytest.mark.parametrize(
+    "texts", [["1.2", "3.4"], ["1-2", "3-4"], ["2021", "2022"], ["marl 1", "may"], ["C50.9", "1.2.3.4"]]
+)
+def test_numbers_and_codes_are_no_dates(texts: list[str], tmp_path: Path) -> None:
+    rows = [f"1,{texts[i % 2]},north,{'test' if i > 50 else 'train'},{'ab'[i % 3 == 0]}" for i in range(60)]
+    loaded(written(tmp_path / "t.csv", *rows))
 
 
 def test_what_cannot_be_a_table_is_refused(tmp_path: Path) -> None:
@@ -201,6 +270,22 @@ def test_what_cannot_be_a_table_is_refused(tmp_path: Path) -> None:
     pytest.importorskip("pyarrow")
     with pytest.raises(DataError, match="cannot be read as Parquet"):
         loaded(tmp_path / "t.parquet")
+
+
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [
+        ("t.xlsx", "'.xlsx' is not read; save it as .csv (UTF-8) or .parquet"),
+        ("T.XLS", "'.xls' is not read; save it as .csv (UTF-8) or .parquet"),
+        ("x.npy", "'.npy' is not read; save it as .npz with x and y"),
+        ("x.zip", "neither a folder of images nor an .npz file nor a table (.csv, .tsv, .parquet)"),
+    ],
+)
+def test_files_of_other_kinds_get_advice(name: str, advice: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(b"anything")
+    for options in ({}, {"label": "kind"})[: 1 + ("not read" in advice)]:
+        with pytest.raises(ConfigError, match=re.escape(advice)):
+            rg.data.load(str(tmp_path / name), **options)
 
 
 def test_fars_without_the_columns_that_give_it_away(tmp_path: Path) -> None:

@@ -91,7 +91,7 @@ def test_image_formats(suffix: str, tmp_path: Path) -> None:
 def test_sizes_must_agree_or_be_given(tmp_path: Path) -> None:
     write_images(tmp_path / "pets", {"a": 2, "b": 2})
     Image.new("RGB", (9, 5)).save(tmp_path / "pets" / "b" / "z.png")
-    with pytest.raises(DataError, match=r"000.png is 6x4 and .*z.png is 9x5; pass image_size"):
+    with pytest.raises(DataError, match=r"000.png is 6x4 and .*z.png is 9x5; .* -c data.image_size=64"):
         load(str(tmp_path / "pets"), tmp_path)
     resized = load(str(tmp_path / "pets"), tmp_path, image_size=8)
     assert resized.train.x.shape == (5, 3, 8, 8)
@@ -143,6 +143,19 @@ def test_a_corrupt_image_is_named_and_leaves_no_cache(tmp_path: Path) -> None:
     path.write_bytes(b"")
     with pytest.raises(DataError, match=r"b/001.png cannot be read as an image"):
         load(str(tmp_path / "pets"), tmp_path)
+
+
+@pytest.mark.parametrize("kept", [0, 60])
+def test_all_corrupt_images_are_counted(kept: int, tmp_path: Path) -> None:
+    """Some are seen by their first bytes, others only when they are decoded."""
+    write_images(tmp_path / "pets", {"a": 3, "b": 3}, size=(60, 40))
+    for name in ("a/000", "a/002", "b/000", "b/001", "b/002"):
+        path = tmp_path / "pets" / f"{name}.png"
+        path.write_bytes(path.read_bytes()[:kept])
+    others = r"the same with 4 more of 6 images: \S+a/002.png, \S+b/000.png, \S+b/001.png, \.\.\.$"
+    with pytest.raises(DataError, match=rf"a/000.png cannot be read as an image \(.*; replace or remove it; {others}"):
+        load(str(tmp_path / "pets"), tmp_path)
+    assert not list(tmp_path.glob("decoded/*"))
 
 
 def test_links_may_not_leave_the_folder(tmp_path: Path) -> None:
@@ -316,6 +329,9 @@ def test_arrays_of_names_and_objects_get_advice() -> None:
         ({"x": X, "y": Y, "x_test": X}, "no array `y_test`"),
         ({"x": X, "y": Y, "x_test": X[:, :1], "y_test": Y}, "a row of x_test"),
         ({"x": X[:0], "y": Y[:0]}, "x holds no examples"),
+        ({"x": X, "y": Y, "clients": Y}, "own.npz has an array 'clients', which is not read; did you mean 'client'"),
+        ({"x": X, "y": Y, "tests": Y > 0}, "array 'tests', which is not read; did you mean 'test'"),
+        ({"x": X, "y": Y, "site": Y}, "array 'site', which is not read; remove it; an array is one of x, y, client, "),
     ],
 )
 @pytest.mark.parametrize("compressed", [False, True])
@@ -325,6 +341,19 @@ def test_wrong_npz_files_are_refused_in_one_line(
     with pytest.raises(DataError, match=complaint) as raised:
         save_and_load(tmp_path / "own.npz", compressed=compressed, **arrays)
     assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("wrong", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize(("name", "dtype"), [("x", np.float32), ("x_test", np.float64), ("x", np.float16)])
+def test_a_number_that_is_not_finite_is_named_by_its_row(name: str, dtype: Any, wrong: float, tmp_path: Path) -> None:
+    """Row 4500 of the file, which is beyond the first block."""
+    y = np.arange(5000) % 2
+    arrays = {"x": np.zeros((5000, 2, 2), dtype), "y": y}
+    arrays |= {"x_test": arrays["x"].copy(), "y_test": y} if name == "x_test" else {}
+    arrays[name][4500, 1, 0] = wrong
+    advice = "has a value that is NaN or infinite; fill it in or remove the row"
+    with pytest.raises(DataError, match=rf"own.npz: {name}\[4500\] {advice}"):
+        save_and_load(tmp_path / "own.npz", **arrays)
 
 
 @pytest.mark.parametrize("compressed", [False, True])

@@ -7,12 +7,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import redgrape as rg
 from redgrape.data.examples import Examples
 from redgrape.data.federation import Federation
 from redgrape.data.longtail import exponential
 from redgrape.data.partition import partition
 from redgrape.errors import StorageError
-from redgrape.reading.data_show import describe, draw, holders
+from redgrape.reading.data_show import describe, draw, holders, inputs
 
 
 def federation(clients: int, classes: int, head: int = 200, ir: float = 50) -> Federation:
@@ -86,3 +87,40 @@ def test_the_effective_number_of_holders_by_hand() -> None:
     x = np.zeros((10, 1), dtype=np.float32)
     shown = Federation.from_parts(Examples(x, labels), parts, Examples(x, labels), 4)
     assert holders(shown).tolist() == [4.0, 1.6, 1.0, 0.0]
+
+
+ROWS = {
+    "age": [30, 40, None, 40, 50, 99, None],
+    "colour": ["red", None, "blue", None, None, "green", "red"],
+    "unit": ["mg"] * 7,
+    "batch": [0.1] * 4 + [None] * 3,
+    "nothing": [None] * 6 + ["something"],
+    "fold": ["train"] * 5 + ["test"] * 2,
+    "kind": ["a", "b", "a", "b", "a", "a", "b"],
+}
+
+
+def test_the_columns_of_a_table_as_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counted by hand over the five training rows. A column with a missing value has one input more."""
+    shown = rg.data.load(ROWS, label="kind", test="fold", partition="iid", clients=2)
+    assert [tuple(column.values()) for column in inputs(shown)] == [
+        ("age", "numbers", 3, 1, 2),
+        ("colour", "categories", 2, 3, 3),
+        ("unit", "constant", 1, 0, 1),
+        ("batch", "constant", 1, 1, 2),
+        ("nothing", "empty", 0, 5, 0),
+    ]
+    monkeypatch.setenv("COLUMNS", "80")
+    text = text_of(shown).splitlines()
+    assert "Inputs: 8 from 5 columns, over the training rows" in text
+    assert ["colour", "categories", "2", "3", "3"] in map(str.split, text)
+    assert "Inputs" not in text_of(federation(2, 2))
+
+
+def test_many_columns_are_shown_by_those_that_stand_out() -> None:
+    plain = {f"v{i}": [1, 2, 3, 4, 5, 6, 7] for i in range(50)}
+    shown = rg.data.load({**plain, **ROWS}, label="kind", test="fold", partition="iid", clients=2)
+    text = text_of(shown).splitlines()
+    first = text.index("Inputs: 58 from 55 columns, over the training rows") + 2
+    assert [line.split()[0] for line in text[first : first + 6]] == ["batch", "unit", "nothing", "colour", "age", "v0"]
+    assert text[-1].split() == ["and", "35", "more", "0", "35"] and len(text[first:]) == 21

@@ -975,6 +975,7 @@ def test_a_grid_of_a_method_of_ones_own_sees_that_its_file_has_changed(
         (["method.lr="], "is not of the form key=value,value"),
         (["seed=0,1"], "pass them with --seeds"),
         (["method.lrr=1"], "unknown key 'method.lrr'"),
+        (["lr=1"], "unknown key 'lr'; did you mean 'method.lr'"),
         (["method.lr=x"], "method.lr x: method.lr is 'x'"),
         (["method.lr=0.1", "--on", "validation"], "data.validation is 0"),
         (["method.lr=0.1..1", "--search", "2", "--plan"], "--plan cannot predict"),

@@ -214,6 +214,11 @@ def test_own_data_keeps_its_imbalance() -> None:
     ("values", "words"),
     [
         ({"round": 3}, "unknown key 'round'; did you mean 'rounds'?"),
+        ({"image_size": 32}, "unknown key 'image_size'; did you mean 'data.image_size'?"),
+        ({"clip": 1.0}, "unknown key 'clip'; did you mean 'exchange.clip'?"),
+        ({"name": "mlp"}, "unknown key 'name'; did you mean 'net.name' or 'method.name'?"),
+        ({"mu": 1.0, "method": {"name": "fedprox"}}, "unknown key 'mu'; did you mean 'method.mu'?"),
+        ({"mu": 1.0, "method": {"name": "fedavg"}}, "unknown key 'mu'; choose from seed, rounds"),
         ({"data": {"alhpa": 1.0}}, "unknown key 'data.alhpa'; did you mean 'alpha'?"),
         ({"net": {"nmae": "cnn"}}, "unknown key 'net.nmae'; did you mean 'name'?"),
         ({"method": {"lamb": 0.2}}, "unknown key 'method.lamb'; did you mean 'lam'?"),

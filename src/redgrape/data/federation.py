@@ -198,7 +198,9 @@ class Federation:
         self.validation = validation
         self.auxiliary = auxiliary
         self.columns = columns
+        self.empty_columns: list[str] = []  # of a table: no training row has a value, so they are no inputs
         self.sites: dict[str, NDArray[np.str_]] = {}
+        self.notes: list[str] = []  # for the user, such as sites that are not used
         self.num_classes = num_classes
         self.class_names = list(class_names) if class_names is not None else [str(c) for c in range(num_classes)]
         self.client_names = [str(k) for k in (range(len(parts)) if client_names is None else client_names)]

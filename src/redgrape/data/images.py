@@ -8,13 +8,14 @@ from __future__ import annotations
 import csv
 import hashlib
 import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from redgrape.data import array_cache
+from redgrape.data import array_cache, table
 from redgrape.data.sources import one_line
 from redgrape.errors import ConfigError, DataError, StorageError, install
 from redgrape.runs import durable
@@ -181,7 +182,7 @@ def _decoded(
 
 def _decode(paths: list[Path], cache: Path, image_size: int | None, letterbox: bool) -> None:
     """Decode every image into the cache file, which appears only when complete."""
-    modes_and_sizes = [open_image(path, lambda image: (image.mode, image.size)) for path in paths]
+    modes_and_sizes = list(_each(paths, lambda image: (image.mode, image.size)))
     modes = [mode for mode, _ in modes_and_sizes]
     deep = modes[0] in _DEEP
     mode: Mode = "16 bits" if deep else "L" if all(found in _GREY for found in modes) else "RGB"
@@ -194,11 +195,31 @@ def _decode(paths: list[Path], cache: Path, image_size: int | None, letterbox: b
         if image_size is None and size != (width, height):
             raise DataError(
                 f"images differ in size: {paths[0]} is {width}x{height} and {path} is {size[0]}x{size[1]}; "
-                f"pass image_size to resize all to one size"
+                "resize all to one size, as with -c data.image_size=64 (embed and deploy: --image-size 64)"
             )
     shape = (len(paths), 3 if mode == "RGB" else 1, height, width)
-    blocks = (open_image(path, lambda image: pixels(image, mode, (width, height), letterbox))[None] for path in paths)
+    blocks = _each(paths, lambda image: pixels(image, mode, (width, height), letterbox)[None])
     array_cache.write(cache, shape, np.uint16 if deep else np.uint8, blocks)
+
+
+class UnreadableImage(DataError):
+    pass
+
+
+def _each(paths: list[Path], use: Any) -> Iterator[Any]:
+    """What `use` makes of each image. After the last, raise one error for all that cannot be read."""
+    wrong: dict[Path, UnreadableImage] = {}
+    for path in paths:
+        try:
+            used = open_image(path, use)
+        except UnreadableImage as error:
+            wrong[path] = error
+        else:
+            yield used
+    if wrong:
+        first, *others = wrong
+        more = f"; the same with {len(others)} more of {len(paths)} images: {table.listed(map(str, others), 3)}"
+        raise UnreadableImage(f"{wrong[first]}{more if others else ''}") from wrong[first]
 
 
 def pixels(image: Any, mode: Mode, size: tuple[int, int], letterbox: bool) -> NDArray[Any]:
@@ -232,4 +253,4 @@ def open_image(path: Path, use: Any) -> Any:
             with Image.open(durable.ordinary(path, DataError), formats=FORMATS) as image:
                 return use(image)
     except Exception as error:  # decoders raise anything for damaged files
-        raise DataError(f"{path} cannot be read as an image ({one_line(error)}); replace or remove it") from error
+        raise UnreadableImage(f"{path} cannot be read as an image ({one_line(error)}); replace or remove it") from error

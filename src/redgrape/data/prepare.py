@@ -29,7 +29,7 @@ from redgrape.data.federation import Federation, Groups
 from redgrape.data.images import LARGEST_SIDE
 from redgrape.data.partition import check_kind, client_names, partition
 from redgrape.data.sources import AS_THEY_ARE, READERS, Source, load
-from redgrape.data.table import SUFFIXES, Columns, Roles, is_table
+from redgrape.data.table import SUFFIXES, Columns, Roles, is_table, not_read
 from redgrape.errors import ConfigError, DataError, unknown
 from redgrape.validation import LARGEST
 
@@ -128,7 +128,10 @@ class DataOptions(BaseModel):
     def _only_tables_have_columns(self) -> Self:
         if not is_table(self.source) and self.roles != Roles():
             name = next(key for key, value in vars(self.roles).items() if value)
-            raise ValueError(f"{name} is for tables ({', '.join(SUFFIXES)}), but '{self.source}' is none; leave it out")
+            raise ValueError(
+                not_read(self.source)
+                or f"{name} is for tables ({', '.join(SUFFIXES)}), but '{self.source}' is none; leave it out"
+            )
         if self.pooled and self.alone is not None:
             raise ValueError(f"pooled and alone='{self.alone}' exclude each other; set one of them")
         return self
@@ -198,8 +201,16 @@ def prepare(options: DataOptions, seed: int, root: Path | None = None, source: S
         columns=columns,
     )
     federation.groups = groups  # a client alone is judged by the head and tail of all
+    if source.raw is not None and columns is not None:
+        fitted = {column.name for column in columns.columns}
+        federation.empty_columns = [name for name in source.raw.is_number if name not in fitted]
     if source.test_clients is not None:
         federation.sites["test"] = source.test_clients.astype(str)
+    named = 0 if source.clients is None else len(np.unique(source.clients))
+    if named > 1 and options.partition != "natural" and options.is_federated:
+        federation.notes.append(
+            f"the data names {named} sites, but {len(parts)} clients are simulated; --partition natural uses the sites"
+        )
     if source.clients is not None and options.validation:
         federation.sites["validation"] = source.clients[held_out].astype(str)
     return federation
@@ -254,9 +265,13 @@ def _tail(options: DataOptions, class_names: Sequence[str]) -> list[int] | None:
         return None
     for c in options.tail_classes:
         if c not in class_names if isinstance(c, str) else not 0 <= c < len(class_names):
-            some = ", ".join(class_names[:10]) + (", ..." if len(class_names) > 10 else "")
+            some = ", ".join(map(repr, class_names[:10])) + (", ..." if len(class_names) > 10 else "")
+            hints = [
+                f"; write a name with a comma as -c 'data.tail_classes=[\"{n}\"]'" for n in class_names if "," in n
+            ]
             raise ConfigError(
                 f"data.tail_classes names {c!r}, which is no class of {options.source}; choose from {some}"
+                + "".join(hints[:1])
             )
     return [class_names.index(c) if isinstance(c, str) else c for c in options.tail_classes]
 

@@ -15,7 +15,7 @@ import itertools
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn, Self
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
-from redgrape.errors import ConfigError, DataError, install
+from redgrape.errors import ConfigError, DataError, did_you_mean, install
 from redgrape.runs import durable
 
 if TYPE_CHECKING:
@@ -35,19 +35,26 @@ if TYPE_CHECKING:
     Numbers = NDArray[np.float64]
 
 SUFFIXES = (".csv", ".tsv", ".parquet")
+OTHER_SUFFIXES = (".xlsx", ".xls", ".ods", ".feather", ".sav", ".dta", ".sas7bdat")  # not read
 MISSING = frozenset({"", "na", "n/a", "nan", "null", "?"})  # in small letters
 MOST_CATEGORIES = 1000
 LARGEST = 1e30  # of a number: its square is one too, also in the sum over all rows
 CONSTANT = 1e-12  # a variance below this share of the mean square is rounding
+DATE = re.compile(  # 2021-03-04, 2021/3/4, 4.3.21, 04-03-2021, 4 March 2021 and 04MAR2021, perhaps with a time
+    r"(\d{4}[-/.]\d{1,2}[-/.]\d{1,2}|\d{1,2}[-/.]\d{1,2}[-/.](\d{4}|\d{2})"
+    r"|\d{1,2}[-. ]?(jan|feb|mar|apr|may|jun|jul|aug|sep|oct|nov|dec)[a-z]*[-. ]?(\d{4}|\d{2}))([T ].*)?",
+    re.IGNORECASE,
+)
 TEST, TRAIN = ("test", "true", "1", "yes"), ("train", "false", "0", "no")
 
 
 @dataclass(frozen=True)
 class Cells:
-    """A column as text: cell i is values[codes[i]], and "" if it is missing."""
+    """A column as text: cell i is values[codes[i]], and "" if it is missing. `lines`: where each row is in its file."""
 
     values: list[str]
     codes: Rows
+    lines: Rows | None = None
 
     @classmethod
     def of(cls, texts: Iterable[str]) -> Cells:
@@ -56,20 +63,21 @@ class Cells:
         return cls.coded(known, codes)
 
     @classmethod
-    def coded(cls, texts: Iterable[str], codes: Any) -> Cells:
+    def coded(cls, texts: Iterable[str], codes: Any, lines: Rows | None = None) -> Cells:
         """Cell i is the text number codes[i]. All ways to write a missing value become one."""
         known: dict[str, int] = {}
         place = [known.setdefault("" if text.lower() in MISSING else text, len(known)) for text in texts]
-        return cls(list(known), np.array(place, np.int64)[np.asarray(codes, np.int64)])
+        return cls(list(known), np.array(place, np.int64)[np.asarray(codes, np.int64)], lines)
 
     @cached_property
     def numbers(self) -> list[float | None]:
         """Each value as a number: NaN if it is missing, None if it is text."""
         return [_number(value) if value else math.nan for value in self.values]
 
-    def row_of(self, value: str) -> int:
-        """The first row with this value, counted from 1."""
-        return int(np.flatnonzero(self.codes == self.values.index(value))[0]) + 1
+    def place_of(self, value: str) -> str:
+        """Where this value is first: `line 9` of a file, or `row 8`. Both are counted from 1."""
+        row = int(np.flatnonzero(self.codes == self.values.index(value))[0])
+        return f"row {row + 1}" if self.lines is None else f"line {self.lines[row]}"
 
 
 @dataclass(frozen=True)
@@ -92,7 +100,8 @@ class Table:
 
     def __getitem__(self, name: str) -> Cells:
         if name not in self.columns:
-            raise DataError(f"{self.where} has no column '{name}'; it has {listed(self.columns)}")
+            hint = did_you_mean(name, self.columns) or f"it has {listed(self.columns)}"
+            raise DataError(f"{self.where} has no column '{name}'; {hint}")
         return self.columns[name]
 
     def complete(self, name: str, what: str) -> Cells:
@@ -100,7 +109,7 @@ class Table:
         cells = self[name]
         if "" in cells.values:
             raise DataError(
-                f"{self.where}: row {cells.row_of('')} has no {what} in column '{name}'; fill it in or remove the row "
+                f"{self.where}: {cells.place_of('')} has no {what} in column '{name}'; fill it in or remove the row "
                 f"(empty, NA, NaN, null and ? count as missing)"
             )
         return cells
@@ -125,7 +134,7 @@ class Table:
             for word in cells.values:
                 if word.lower() not in TEST + TRAIN:
                     raise DataError(
-                        f"{self.where}: row {cells.row_of(word)} has '{word}' in column '{test}'; write test or train "
+                        f"{self.where}: {cells.place_of(word)} has '{word}' in column '{test}'; write test or train "
                         f"(or true or false, 1 or 0, yes or no), or choose a value as in --test {test}={word}"
                     )
             chosen = [word.lower() in TEST for word in cells.values]
@@ -141,6 +150,13 @@ class Table:
 
 def is_table(source: str) -> bool:
     return source.lower().endswith(SUFFIXES) and Path(source).name != "manifest.csv"  # it lists images
+
+
+def not_read(source: str) -> str:
+    """What to do with a file of this kind. Empty if it is read, or if nothing is known."""
+    kind = Path(source).suffix.lower()
+    instead = {".npy": ".npz with x and y", **dict.fromkeys(OTHER_SUFFIXES, ".csv (UTF-8) or .parquet")}.get(kind)
+    return f"{source}: '{kind}' is not read; save it as {instead}" if instead else ""
 
 
 def read(path: Path) -> Table:
@@ -162,7 +178,7 @@ def _csv(path: Path) -> Table:
             first = file.readline()
             file.seek(0)
             lines = csv.reader(file, delimiter=max(",;\t", key=first.count), strict=True)
-            return of_rows([name.strip() for name in next(lines, [])], lines, str(path))
+            return of_rows([name.strip() for name in next(lines, [])], lines, str(path), lambda: lines.line_num)
     except UnicodeDecodeError as error:
         raise DataError(f"{path} is not UTF-8 text ({error.reason}); save it as CSV in UTF-8") from error
     except csv.Error as error:
@@ -171,8 +187,10 @@ def _csv(path: Path) -> Table:
         raise DataError(f"cannot read {path}: {error.strerror}") from error
 
 
-def of_rows(names: Sequence[str], rows: Iterable[Sequence[str]], where: str) -> Table:
-    """The table of these rows of text. Empty rows are skipped."""
+def of_rows(
+    names: Sequence[str], rows: Iterable[Sequence[str]], where: str, line: Callable[[], int] | None = None
+) -> Table:
+    """The table of these rows of text. Empty rows are skipped. `line`: tells the line of the row that was read last."""
     for place, name in enumerate(names):
         if not name:
             raise DataError(
@@ -182,13 +200,17 @@ def of_rows(names: Sequence[str], rows: Iterable[Sequence[str]], where: str) -> 
             raise DataError(f"{where}: two columns are named '{name}'; give each a name of its own")
     known: list[dict[str, int]] = [{} for _ in names]
     codes: list[list[int]] = [[] for _ in names]
+    lines: list[int] = []
     for number, row in enumerate(filter(None, rows), start=1):
+        lines.append(number if line is None else line())
         if len(row) != len(names):
-            raise DataError(f"{where}: row {number} has {len(row)} cells for {len(names)} columns")
+            unit = "row" if line is None else "line"
+            raise DataError(f"{where}: {unit} {lines[-1]} has {len(row)} cells for {len(names)} columns")
         for cell, values, column in zip(row, known, codes, strict=True):
             column.append(values.setdefault(cell.strip(), len(values)))
     columns = zip(names, known, codes, strict=True)
-    return Table(where, {name: Cells.coded(values, column) for name, values, column in columns})
+    places = None if line is None else np.array(lines)
+    return Table(where, {name: Cells.coded(values, column, places) for name, values, column in columns})
 
 
 def _parquet(path: Path) -> Table:
@@ -292,9 +314,11 @@ class Column(BaseModel):
             inputs[:, -1] = missing[cells.codes]
         if self.categories is None:
             for value, number in zip(cells.values, cells.numbers, strict=True):
-                if number is None or abs(number) > LARGEST:
+                if number is not None and abs(number) > LARGEST:
+                    _too_large(cells, value, self.name, where)
+                if number is None:
                     raise DataError(
-                        f"{where}: row {cells.row_of(value)} has '{value[:40]}' in column '{self.name}', which holds "
+                        f"{where}: {cells.place_of(value)} has '{value[:40]}' in column '{self.name}', which holds "
                         "numbers; write a number, or leave the cell empty"
                     )
             scaled = (np.array(cells.numbers, np.float64) - self.mean) / self.std
@@ -374,19 +398,31 @@ def raw(table: Table, roles: Roles) -> Raw:
         raise ConfigError(
             f"{table.where} is a table; name its column of classes with --label (it has {listed(table.columns)})"
         )
-    for name in (*roles.drop, *roles.categorical):
+    test = roles.test and table.test_column(roles.test)
+    for name in filter(None, (roles.label, roles.site, test, *roles.drop, *roles.categorical)):
         _ = table[name]  # it must be there
-    others = {roles.label, roles.site, roles.test and table.test_column(roles.test), *roles.drop}
-    inputs = [name for name in table.columns if name not in others]
+    if roles.label == roles.site:
+        raise ConfigError(
+            f"{table.where}: column '{roles.label}' cannot hold both the classes and the sites; name another as "
+            "--label or as --site"
+        )
+    inputs = [name for name in table.columns if name not in {roles.label, roles.site, test, *roles.drop}]
     if not inputs:
         raise DataError(f"{table.where} has no column left for inputs; it has {listed(table.columns)}")
     is_number = {name: name not in roles.categorical and _is_number(name, table) for name in inputs}
-    for name in inputs:
+    for name in (name for name in inputs if not is_number[name]):
         kinds = sum(map(bool, table[name].values))
-        if not is_number[name] and (kinds > MOST_CATEGORIES or (kinds > 50 and kinds > len(table) / 2)):
+        dates = [value for value in table[name].values if DATE.fullmatch(value)]
+        if name not in roles.categorical and len(dates) > kinds / 2:
             raise DataError(
-                f"{table.where}: column '{name}' has {kinds} different texts in {len(table)} rows, as names or dates "
-                f"have; leave it out with --drop '{name}'"
+                f"{table.where}: column '{name}' holds dates, such as '{dates[0][:40]}'; leave it out with --drop "
+                f"'{name}', write it as a number, such as days, or keep the dates as categories with "
+                f"-c data.categorical='[\"{name}\"]'"
+            )
+        if kinds > MOST_CATEGORIES or (kinds > 50 and kinds > len(table) / 2):
+            raise DataError(
+                f"{table.where}: column '{name}' has {kinds} different texts in {len(table)} rows, as names have; "
+                f"leave it out with --drop '{name}'"
             )
     return Raw(table, roles.label, roles.test, is_number)
 
@@ -398,7 +434,7 @@ def _is_number(name: str, table: Table) -> bool:
     if not texts:
         large = [v for v, n in zip(cells.values, cells.numbers, strict=True) if n is not None and abs(n) > LARGEST]
         if large:
-            _no_number(cells, large[0], name, table.where)
+            _too_large(cells, large[0], name, table.where)
         return True
     if len(texts) + cells.values.count("") < len(cells.values) or any(re.fullmatch(r"-?\d+,\d+", v) for v in texts):
         _no_number(cells, texts[0], name, table.where)
@@ -407,6 +443,13 @@ def _is_number(name: str, table: Table) -> bool:
 
 def _no_number(cells: Cells, value: str, name: str, where: str) -> NoReturn:
     raise DataError(
-        f"{where}: row {cells.row_of(value)} has '{value[:40]}' in column '{name}', among numbers; write it as 1234.5, "
+        f"{where}: {cells.place_of(value)} has '{value[:40]}' in column '{name}', among numbers; write it as 1234.5, "
         f"leave the cell empty, or make the column one of categories with -c data.categorical='[\"{name}\"]'"
+    )
+
+
+def _too_large(cells: Cells, value: str, name: str, where: str) -> NoReturn:
+    raise DataError(
+        f"{where}: {cells.place_of(value)} has '{value[:40]}' in column '{name}', which is too large; write a number "
+        f"up to {LARGEST:g}, or leave the cell empty"
     )

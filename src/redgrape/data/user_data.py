@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import os
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
@@ -19,8 +20,8 @@ from redgrape.data.examples import Examples
 from redgrape.data.federation import check_class_names
 from redgrape.data.longtail import choose
 from redgrape.data.sources import Source, one_line
-from redgrape.data.table import Roles, Table, raw
-from redgrape.errors import ConfigError, DataError
+from redgrape.data.table import SUFFIXES, Roles, Table, is_table, not_read, raw
+from redgrape.errors import ConfigError, DataError, did_you_mean
 from redgrape.runs import durable
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     Rows = NDArray[np.int64]
 
 TEST_SHARE = 0.2
+ARRAYS = ("x", "y", "client", "client_test", "class_names", "test", "x_test", "y_test")  # of an .npz file
 AS_PLAIN = "numbers as array.astype(np.float32), names as array.astype(str)"
 LARGE, UNLIKELY = 1 << 30, 200  # bytes, and a compression ratio that no honest array of that size reaches
 
@@ -48,7 +50,8 @@ def load(
     if durable.ordinary(path, DataError).is_dir() or images.is_manifest(path):
         return _from_images(path, root, seed, image_size, letterbox, hold_out, fewest_classes)
     if path.suffix != ".npz":
-        raise ConfigError(f"{path} is neither a folder of images nor an .npz file; a table cannot be used here")
+        table = "; a table cannot be used here" if is_table(path.name) else f" nor a table ({', '.join(SUFFIXES)})"
+        raise ConfigError(not_read(str(path)) or f"{path} is neither a folder of images nor an .npz file{table}")
     if image_size is not None or letterbox:
         name = "letterbox" if image_size is None else "image_size"
         raise ConfigError(f"{name} is for folders of images; the arrays of {path} are not resized, so leave it out")
@@ -114,6 +117,11 @@ def from_arrays(arrays: Any, path: Path | str, seed: int, hold_out: bool) -> Sou
     if len(x) == 0:
         raise DataError(f"{path}: x holds no examples")
     _same_length(path, "y", y, x)
+    for name in arrays:
+        if name not in ARRAYS:
+            hint = did_you_mean(name, ARRAYS) or f"remove it; an array is one of {', '.join(ARRAYS)}"
+            raise DataError(f"{path} has an array '{name}', which is not read; {hint}")
+    _check_finite(x, f"{path}: x")
     clients = _numbers_or_names(arrays["client"], f"{path}: client") if "client" in arrays else None
     test_clients = None
     if clients is not None:
@@ -127,6 +135,7 @@ def from_arrays(arrays: Any, path: Path | str, seed: int, hold_out: bool) -> Sou
             raise DataError(
                 f"{path}: a row of x_test is {x_test.dtype} {x_test.shape[1:]}, a row of x {x.dtype} {x.shape[1:]}"
             )
+        _check_finite(x_test, f"{path}: x_test")
         train, test = Examples(x, y), Examples(x_test, y_test)
         if "client_test" in arrays:
             test_clients = _numbers_or_names(arrays["client_test"], f"{path}: client_test")
@@ -157,6 +166,9 @@ class Arrays:
 
     def __contains__(self, name: str) -> bool:
         return name in self.members
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.members)
 
     def __getitem__(self, name: str) -> Any:
         if name not in self.members:
@@ -237,6 +249,16 @@ def _check_range(x: Any, what: str) -> None:
         if len(beyond):
             value = block[tuple(beyond[0])]
             raise DataError(f"{what} has {value:g} in row {start + beyond[0][0]}, which no float32 can hold; scale x")
+
+
+def _check_finite(x: Any, what: str) -> None:
+    """Raise DataError for NaN and infinity, by the row of the file: after the split, rows have other numbers."""
+    for start in range(0, len(x) if x.dtype.kind == "f" else 0, 4096):  # in blocks: x may be larger than memory
+        wrong = np.argwhere(~np.isfinite(x[start : start + 4096]))
+        if len(wrong):
+            raise DataError(
+                f"{what}[{start + wrong[0][0]}] has a value that is NaN or infinite; fill it in or remove the row"
+            )
 
 
 def labels_of(arrays: Any, *which: str) -> tuple[list[Any], list[str]]:

@@ -1,4 +1,4 @@
-"""Show a federation as text and as a heat map of clients by classes."""
+"""Show a federation as text and as a heat map of clients by classes, and the columns of a table as inputs."""
 
 from __future__ import annotations
 
@@ -16,14 +16,17 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 HOLDERS = "holders"
-SHOWN = 20  # above this many clients or classes, a summary is shown
+COLUMNS = ("column", "kind", "different", "missing", "inputs")  # of a table
+SHOWN = 20  # above this many clients, classes or columns, a summary is shown
 
 
 def describe(federation: Federation) -> str:
-    """Sizes, head, middle and tail classes, and the examples of each client. Large federations are summarised."""
+    """Sizes, head, middle and tail classes, the examples of each client, and the inputs if they are from a table. Large
+    federations are summarised."""
     is_small = federation.num_clients <= SHOWN and federation.num_classes <= SHOWN
     clients = _classes_by_clients(federation) if is_small else _clients_in_brief(federation)
-    return "\n\n".join([_overview(federation), _classes(federation), clients])
+    columns = [] if federation.columns is None else [_columns(federation)]
+    return "\n\n".join([_overview(federation), _classes(federation), clients, *columns])
 
 
 def draw(federation: Federation, path: Path) -> None:
@@ -157,3 +160,33 @@ def _clients_in_brief(federation: Federation) -> str:
         rows.append([what, *(form.format(f(values)) for f in (np.min, np.median, np.max))])
     title = f"The {federation.num_clients} clients in brief"
     return table(("of a client", "least", "median", "most"), rows, title)
+
+
+def inputs(federation: Federation) -> list[dict[str, Any]]:
+    """For each column of a table, over the training rows: the number of different values and of missing ones, and the
+    number of inputs that it gives."""
+    assert federation.columns is not None
+    rows = np.concatenate([federation.train.take(part).rows for part in federation.parts])
+    x = federation.train.x.numpy()
+    found = []
+    for column, start in federation.columns.places():
+        own = x[rows, start : start + column.width]
+        missing = own[:, -1].astype(bool) & column.can_be_missing
+        different = len(np.unique(own[~missing, 0]) if column.categories is None else column.categories)
+        kind = "constant" if different == 1 else "numbers" if column.categories is None else "categories"
+        found.append((column.name, kind, different, int(missing.sum()), column.width))
+    found += [(name, "empty", 0, len(rows), 0) for name in federation.empty_columns]
+    return [dict(zip(COLUMNS, values, strict=True)) for values in found]
+
+
+def _columns(federation: Federation) -> str:
+    """Among many columns, those that are of no use or give most inputs."""
+    found = inputs(federation)
+    total = sum(column["inputs"] for column in found)
+    title = f"Inputs: {total} from {len(found)} columns, over the training rows"
+    if len(found) > SHOWN:
+        found.sort(key=lambda column: (column["different"] > 1, -column["inputs"], -column["missing"]))
+        others = found[SHOWN:]
+        rest = [sum(column[figure] for column in others) for figure in ("missing", "inputs")]
+        found = [*found[:SHOWN], dict(zip(COLUMNS, (f"and {len(others)} more", "", "", *rest), strict=True))]
+    return table(COLUMNS, [list(column.values()) for column in found], title)

@@ -251,6 +251,7 @@ class Experiment(BaseModel):
     def parse(cls, values: Mapping[str, Any]) -> Experiment:
         """Build an experiment from nested values, as read from TOML. Raise a one-line ConfigError if any is invalid."""
         moved_keys.check(values)
+        cls._check_sections(values)
         try:
             experiment = cls.model_validate(_with_none(values, cls))
         except ValidationError as error:
@@ -267,6 +268,21 @@ class Experiment(BaseModel):
                 f"{error.object[error.start - 20 : error.end]!a} in the experiment is not valid text"
             ) from error
         return experiment
+
+    @classmethod
+    def _check_sections(cls, values: Mapping[str, Any]) -> None:
+        """Raise ConfigError for a key that stands in no section, but belongs to one."""
+        for key in (key for key in values if key not in cls.model_fields):
+            method = values.get("method")
+            name = method.get("name", "redgrape") if isinstance(method, Mapping) else "redgrape"
+            keys = {
+                "data": DataOptions.model_fields,
+                "net": NetOptions.model_fields,
+                "exchange": Exchange.model_fields,
+                "method": {**MethodOptions.model_fields, **methods.load(str(name)).model_fields},
+            }
+            if homes := [f"'{section}.{key}'" for section in keys if key in keys[section]]:
+                raise ConfigError(f"unknown key '{key}'; did you mean {' or '.join(homes)}?")
 
     @classmethod
     def read(cls, path: Path) -> Experiment:

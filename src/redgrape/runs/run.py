@@ -84,6 +84,7 @@ class Run:
         self.venue = this_machine(device, precision, stack, data_root, embedding) if venue is None else venue
         self._records: list[Mapping[str, Any]] = []  # of the rounds done
         self.notes: list[str] = []  # for the user, such as a skipped damaged checkpoint
+        self.data_notes: list[str] = []  # the same in every new run on this data
 
     def steps(self) -> Iterator[Step]:
         """Execute the remaining rounds. Each is committed before it is yielded."""
@@ -106,6 +107,7 @@ class Run:
                 prepared = self.venue.prepare(self.experiment, before)
                 federation = prepared.federation
                 partition = federation if isinstance(federation, Federation) else None
+                self.data_notes += partition.notes if partition is not None and state is None else []
                 environment = self._checked_environment(prepared, partition, before, state)
                 with self._training(prepared, state) as training:
                     if state is not None:

@@ -24,7 +24,7 @@ def show(options: argparse.Namespace) -> None:
     experiment = Experiment.parse(values)
     federation = prepare(experiment.data, experiment.seed, options.data_root)
     if options.json:
-        figures = {
+        figures: dict[str, Any] = {
             "split": federation.fingerprint(),
             "class_names": federation.class_names,
             "class_counts": federation.class_counts.tolist(),
@@ -33,12 +33,14 @@ def show(options: argparse.Namespace) -> None:
             "client_counts": federation.client_counts.tolist(),
             "effective_holders": picture.holders(federation).tolist(),
         }
+        if federation.columns is not None:
+            figures["inputs"] = picture.inputs(federation)
         print(json.dumps(figures))
         return
     picture.draw(federation, options.out)
     print(picture.describe(federation))
     training = federation.class_counts.tolist()
-    for note in notes(federation.class_names, federation.counts("test"), training):
+    for note in [*federation.notes, *notes(federation.class_names, federation.counts("test"), training)]:
         print(paragraph(f"note: {note}"))
     print(f"examples of each client: {printable(options.out)}")
 

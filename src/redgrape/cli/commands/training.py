@@ -52,7 +52,7 @@ def _new_run(experiment: Experiment, options: argparse.Namespace) -> RunFolder |
     if options.overwrite and RunFolder.is_only_begun(out):
         RunFolder.open(out).remove()
     folder = RunFolder.create(out, experiment)
-    if carry_out(folder, options, run_view.run_label(experiment.method.resolved())):
+    if carry_out(folder, options, run_view.run_label(experiment.method.resolved()), tell_data=True):
         tell_leak(folder, options)
     return folder
 
@@ -148,7 +148,7 @@ def compare(options: argparse.Namespace) -> None:
         folder = RunFolder.create(path, experiment) if is_new else RunFolder.open(path)
         label = spec if len(cells) == len(options.methods) else f"{spec} {_told_apart(experiment)}"
         heading = run_of(i, standings, options) if len(cells) > 1 and not standings[i].finished else ""
-        has_trained = carry_out(folder, options, label, heading=heading)
+        has_trained = carry_out(folder, options, label, heading=heading, tell_data=i == 0)
         views.append(run_view.RunView.read(path))
         standings[i] = replace(standings[i], view=views[-1])
         if has_trained and (line := leak_in_one_line(disclosed(views[-1]))) is not None:
@@ -302,9 +302,16 @@ def print_plan(folder: Path, experiment: Experiment, options: argparse.Namespace
 
 
 def carry_out(
-    folder: RunFolder, options: argparse.Namespace, label: str, rounds: int | None = None, *, heading: str = ""
+    folder: RunFolder,
+    options: argparse.Namespace,
+    label: str,
+    rounds: int | None = None,
+    *,
+    heading: str = "",
+    tell_data: bool = False,
 ) -> bool:
-    """Run the remaining rounds, up to `rounds` if given. Return whether there were any."""
+    """Run the remaining rounds, up to `rounds` if given. Return whether there were any. `tell_data`: print the notes on
+    the data too."""
     last = folder.experiment().rounds if rounds is None else rounds
     progress = Progress(label, folder.newest_round(), last, heading=heading, as_json=options.json, quiet=options.quiet)
     any_round, this = False, None
@@ -331,7 +338,7 @@ def carry_out(
         folder.discard()  # an invalid run leaves nothing behind
         raise
     finally:
-        for note in this.notes if this else []:
+        for note in [*(this.data_notes if tell_data else []), *this.notes] if this else []:
             print(f"note: {printable(note)}", file=sys.stderr)
     return any_round
 
