@@ -433,8 +433,8 @@ def leak_in_one_line(facts: Mapping[str, Any]) -> str | None:
         return None
     server, clients = reports["server"], reports["clients"]
     return (
-        f"privacy, {facts['method']}: the server learned which classes each client holds ({server['pairs']} pairs) and could compute "
-        f"the exact features of {_examples(server['single_examples'])}, with some work of "
+        f"privacy, {facts['method']}: the server learned which classes each client holds ({server['pairs']} pairs) "
+        f"and could compute the exact features of {_examples(server['single_examples'])}, with some work of "
         f"{server['solvable_examples']}; {clients['releases_from_one_client']} releases were of one client alone; "
         "exchange.preset=private keeps such classes back, `redgrape privacy RUN` tells more"
     )
