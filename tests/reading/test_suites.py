@@ -177,7 +177,7 @@ def test_every_table_and_figure_has_its_suite() -> None:
         [
             *(f"table{i}" for i in range(1, 7)),
             *figures,
-            *("ablations", "cifar10_resnet8", "creff_table", "rates", "vine"),
+            *("ablations", "cifar10_resnet8", "creff_table", "mnist_full", "rates", "vine"),
             *UNCUT,
         ]
     )
@@ -400,6 +400,20 @@ def test_mnist_uncut_is_of_known_cells() -> None:
     ]
 
 
+def test_mnist_full_is_a_part_of_tables_1_2_4_and_5() -> None:
+    """Its cells of the paper's methods, and the paper's figures beside them."""
+    suite = description.load("mnist_full")
+    for column, main, tail in (("partial", "table2", "table5"), ("full", "table1", "table4")):
+        table = description.load(main)
+        theirs = {table.row(c.labels): c.identity for c in table.cells("paper", [0], ["mnist", "ir=100"])}
+        cells = suite.cells("paper", [0], [f"participation={column}"])
+        assert {suite.row(c.labels): c.identity for c in cells}.items() >= theirs.items()
+        for measure, name in (("accuracy", main), ("tail", tail)):
+            for row in METHODS:
+                printed = description.load(name).paper_value(row, ("MNIST-LT", "IR 100"), measure)
+                assert suite.paper_value(row, (column,), measure) == printed
+
+
 AFTER = """
 title = "Another head"
 rows = ["method"]
@@ -576,6 +590,14 @@ def test_a_suite_runs_and_names_what_it_could_not(small: Path, command: Command,
     run = next(cell for cell in table_of(folder)["cells"] if cell["state"] == "done")["run"]
     assert ours["mean"] == RunView.read(tmp_path / run).summary["mean_of_last"]["accuracy"]
     assert ours["difference"] == pytest.approx(100 * ours["mean"] - 50.0)
+
+
+def test_a_table_says_which_runs_multiplied_in_bfloat16(small: Path, command: Command) -> None:
+    told = good(command("reproduce", "small", "--only", "digits", "fedavg", "--precision", "bfloat16", "--record")).out
+    assert "note: the encoder multiplied in bfloat16 (--precision): 1 of 1 runs" in told
+    told = good(command("reproduce", "small", "--only", "digits", "--out", "others")).out
+    assert "note: the encoder multiplied in bfloat16 (--precision): 1 of 2 runs" in told
+    assert "so that figures may differ: device cpu" in told
 
 
 def test_finished_cells_are_not_run_again(small: Path, command: Command, tmp_path: Path) -> None:

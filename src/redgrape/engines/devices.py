@@ -14,6 +14,7 @@ from redgrape.data.federation import ClientData
 from redgrape.errors import ConfigError
 
 CPU = torch.device("cpu")
+IN_BFLOAT16 = ", bfloat16"  # behind the kind of device in the record of a run
 
 
 def gpus() -> list[torch.device]:
@@ -56,7 +57,7 @@ def recorded(name: str, precision: str) -> str:
     """What decides bits, for the record of a run: not which GPU it is, but of what kind."""
     device = chosen(name)[0]
     kind = "cpu" if device == CPU else f"cuda: {torch.cuda.get_device_name(device)}"
-    return kind if precision == "float32" else f"{kind}, {precision}"
+    return kind if precision == "float32" else kind + IN_BFLOAT16
 
 
 class NearData:

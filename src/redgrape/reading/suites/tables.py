@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from redgrape.engines.devices import IN_BFLOAT16
 from redgrape.errors import ConfigError
 from redgrape.reading.run_tables import mean_std
 from redgrape.reading.run_view import RunView, other_data
@@ -184,7 +185,7 @@ def _notes(standings: Sequence[Standing], on: str) -> list[str]:
 
 
 def _machines(finished: Sequence[Standing]) -> list[str]:
-    """Notes on versions and machines, if the cells that record them differ."""
+    """Notes on versions and machines, if the cells that record them differ, and on a smaller precision."""
     lines = []
     for name in DECIDING:
         made: dict[str, list[str]] = {}
@@ -195,7 +196,11 @@ def _machines(finished: Sequence[Standing]) -> list[str]:
         if len(made) > 1:
             *few, most = sorted(made, key=lambda value: len(made[value]))
             which = " · ".join(f"{value} ({'; '.join(made[value])})" for value in few)
-            lines.append(f"not all made with {name} {most}, so that last bits may differ: {name} {which}")
+            what = "figures" if name == "device" else "last bits"
+            lines.append(f"not all made with {name} {most}, so that {what} may differ: {name} {which}")
+        rounded = sum(len(cells) for value, cells in made.items() if value.endswith(IN_BFLOAT16))
+        if rounded:
+            lines.append(f"the encoder multiplied in bfloat16 (--precision): {rounded} of {len(finished)} runs")
     return lines
 
 
