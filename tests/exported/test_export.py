@@ -374,6 +374,21 @@ def test_only_redgrape_speaks_of_prototypes(vector_run: SimpleNamespace, tmp_pat
     assert "## Privacy" in text
 
 
+@pytest.mark.parametrize(
+    ("where", "words"),
+    [({"pooled": True}, "the examples of all clients in one place"), ({"alone": "1"}, "the client 1 alone")],
+)
+def test_the_card_of_a_model_without_a_federation(tmp_path: Path, where: dict[str, Any], words: str) -> None:
+    x, y = pictures(60, 0)
+    np.savez(tmp_path / "small.npz", x=x / 255, y=y, x_test=x / 255, y_test=y)
+    run = carry_out(
+        tmp_path / "run", data={"source": str(tmp_path / "small.npz"), **where}, net={"name": "linear"}, rounds=1
+    )
+    text = (export(run.path, tmp_path / "model") / "README.md").read_text()
+    assert text.count(words) == 3  # what it is, its data, its privacy
+    assert "ederated" not in text and "partition" not in text
+
+
 def given(class_names: list[str], probabilities: Any, labels: list[int]) -> dict[str, Any]:
     """The evaluation of a model that gives these probabilities."""
     p = torch.tensor(probabilities, dtype=torch.float64)

@@ -8,6 +8,7 @@ from typing import Any
 
 from redgrape.data.prepare import CUT
 from redgrape.reading import judged
+from redgrape.reading.gap import baseline
 
 FIGURES = {
     "accuracy": "overall",
@@ -41,7 +42,7 @@ def write_card(card: Mapping[str, Any], disclosed: str) -> str:
         "## Limits",
         _limits(card),
         "## Privacy",
-        _privacy(disclosed, summed=bool(run.get("secure_aggregation"))),
+        _privacy(card, disclosed),
     ]
     return "\n\n".join(sections) + "\n"
 
@@ -70,11 +71,19 @@ def _what_it_is(card: Mapping[str, Any]) -> str:
     rounds = run["experiment"]["rounds"]
     unfinished = "" if run["mean_of_last"] else " The run was not finished when this was written."
     return (
-        f"A classifier of {len(card['class_names'])} classes, trained by federated learning with "
+        f"A classifier of {len(card['class_names'])} classes, trained {_where(run['experiment'])} with "
         f"redgrape {plain(run['versions']['redgrape'])}: the encoder and the linear classifier of the net "
         f"{plain(card['net'])} after round {run['round']} of {rounds}.{unfinished} Nothing else of the training is in "
         f"this folder."
     )
+
+
+def _where(experiment: Mapping[str, Any]) -> str:
+    return {
+        "": "by federated learning",
+        "@pooled": "on the examples of all clients in one place",
+        "@alone": f"on the examples of the client {plain(experiment['data'].get('alone'))} alone",
+    }[baseline(experiment)]
 
 
 def _use(card: Mapping[str, Any]) -> str:
@@ -194,7 +203,9 @@ def _data(run: Mapping[str, Any]) -> str:
             f"source: {plain(data['source'])}",
             f"imbalance: {plain(data['imbalance'])}{asked}; the largest class over the smallest is {ratio}",
             f"training examples: {sum(counts)}, from {largest} in the largest class to {smallest} in the smallest",
-            f"clients: {run['clients']}, by the partition {plain(data['partition'])}{alpha}",
+            f"clients: {run['clients']}, by the partition {plain(data['partition'])}{alpha}"
+            if not baseline(run["experiment"])
+            else f"trained {_where(run['experiment'])}",
             f"fingerprint of the split (SHA-256): {run['split']}",
         ]
     )
@@ -244,7 +255,13 @@ def _calibration(card: Mapping[str, Any]) -> str:
     )
 
 
-def _privacy(disclosed: str, *, summed: bool) -> str:
+def _privacy(card: Mapping[str, Any], disclosed: str) -> str:
+    run = card["run"]
+    if baseline(run["experiment"]):
+        return (
+            f"This model was trained {_where(run['experiment'])}: no update crossed between clients and a server. The "
+            "weights in this folder are computed from the examples and can reveal something about them."
+        )
     general = (
         "In federated learning the examples stay with the clients. But what a client sends is computed from them "
         "and can reveal something about them. So can the weights in this folder."
@@ -253,7 +270,7 @@ def _privacy(disclosed: str, *, summed: bool) -> str:
         "This model was trained with secure aggregation: client messages reached the server masked. It "
         "could read the sum over the clients of a round, but no client's own part."
     )
-    return "\n\n".join(words for words in (general, disclosed, sums if summed else "") if words)
+    return "\n\n".join(words for words in (general, disclosed, sums if run.get("secure_aggregation") else "") if words)
 
 
 def _numbers(values: Sequence[float]) -> str:
