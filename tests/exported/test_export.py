@@ -508,6 +508,7 @@ def test_files_that_cannot_be_predicted(vector_run: SimpleNamespace, model: Mode
     np.savez(image_files / "other.npz", z=np.zeros(3))
     np.savez(image_files / "size.npz", x=np.zeros((2, 9, 9), np.uint8))
     (image_files / "empty").mkdir()
+    (image_files / "new.xlsx").write_bytes(b"PK")
     for name, used, message in (
         ("broken.png", model, r"broken\.png cannot be read as an image"),
         ("broken.npz", model, r"broken\.npz cannot be read"),
@@ -516,11 +517,14 @@ def test_files_that_cannot_be_predicted(vector_run: SimpleNamespace, model: Mode
         ("size.npz", model, r"shape \[2, 1, 9, 9\]; the model takes"),
         ("empty", model, "holds no images"),
         ("missing.png", model, "does not exist"),
+        ("new.xlsx", model, r"'\.xlsx' is not read; save it as \.csv"),
         ("a.png", vectors, r"the model takes floats of shape \[n, 5\], not images"),
     ):
         with pytest.raises(DataError, match=message) as caught:
             predict_file(image_files / name, used)
         assert "\n" not in str(caught.value)
+    with pytest.raises(DataError, match=r"'\.xlsx' is not read"):
+        read_labelled(image_files / "new.xlsx", model)
 
 
 @pytest.fixture(scope="module")

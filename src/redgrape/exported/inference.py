@@ -16,7 +16,7 @@ from torch import Tensor
 from redgrape.data import images, user_data
 from redgrape.data.examples import Examples
 from redgrape.data.federation import Groups
-from redgrape.data.table import Columns, Table, is_table, listed, read
+from redgrape.data.table import Columns, Table, is_table, listed, not_read, read
 from redgrape.errors import DataError
 from redgrape.exported.model import Model
 from redgrape.learning import evaluation, sums
@@ -85,6 +85,7 @@ def read_inputs(path: Path, model: Model) -> tuple[Any, list[str]]:
     if path.suffix == ".npz":
         x = user_data.as_inputs(user_data.Arrays(path)["x"], f"{path}: x")
         return x, [str(row) for row in range(len(x))]
+    _refuse_unread(path)
     return _decoded([path], model), [path.name]
 
 
@@ -94,7 +95,13 @@ def read_labelled(path: Path, model: Model) -> Examples:
     marked `test`), only that is read."""
     if is_table(path.name) and path.is_file():
         return _labelled_table(path, model)
+    _refuse_unread(path)
     return _labelled_folder(path, model) if path.is_dir() else _labelled_npz(path, model)
+
+
+def _refuse_unread(path: Path) -> None:
+    if path.is_file() and (advice := not_read(str(path))):
+        raise DataError(advice)
 
 
 def names_test_set(path: Path, model: Model) -> bool:
