@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from redgrape import determinism, engines
-from redgrape.data.federation import FederatedData
+from redgrape.data.federation import FederatedData, Federation
 from redgrape.engines import ClientHalf, Engine, devices
 from redgrape.errors import ConfigError, DataError
 from redgrape.exchange import Exchange
@@ -128,7 +128,8 @@ class Training:
         self.exchange = exchange
         self.parts, survey = exchanged(method, self.site)
         asked = min(self.clients_per_round, len(self.eligible))
-        exchange.check_fits(self.parts, asked, single=method.needs_single(), surveys=bool(survey))
+        scaled = isinstance(federation, Federation) and federation.columns is not None
+        exchange.check_fits(self.parts, asked, single=method.needs_single(), surveys=bool(survey), scaled=scaled)
         half = ClientHalf(method, federation, used, seed, rounds, places[0], stack, exchange)
         self.engine = engines.create(half, workers, deadline, places) if engine is None else engine(half)
 

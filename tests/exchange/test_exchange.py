@@ -157,6 +157,24 @@ def test_noise_moves_the_table() -> None:
     assert tree.equal(noisy.server, after(**clip, noise=0.5, class_noise=0.5).server)
 
 
+class Long(InProcess):
+    """Client 0 sends a very long step."""
+
+    def run_clients(self, broadcast: Any, clients: Any, states: Any, round: int) -> Any:
+        for k, answer in super().run_clients(broadcast, clients, states, round):
+            delta = {name: t + 1e2 * (k == 0) for name, t in answer.update["delta"].items()}
+            yield k, answer._replace(update={**answer.update, "delta": delta})
+
+
+def test_with_noise_no_client_decides_whether_others_count() -> None:
+    """Epsilon assumes that a client changes the sum by its own clipped update only. A comparison with the others'
+    lengths would let it remove them, so that only without noise is the long one rejected."""
+    pytest.importorskip("dp_accounting")
+    clip = {"clip": 1.0, "class_clip": 1.0, "randomness": "seed"}
+    assert after(Long, **clip).record["rejected"].keys() == {"0"}
+    assert not after(Long, **clip, noise=0.5, class_noise=0.5).record["rejected"]
+
+
 @pytest.mark.parametrize("settings", [{}, {"min_count": 3, "min_clients": 2}, {"clip": 0.1, "class_clip": 0.5}])
 def test_a_secure_sum_is_the_plain_mean(settings: dict[str, Any]) -> None:
     plain, summed = after(**settings), after(testing_engines.Summing, **settings)
@@ -428,6 +446,7 @@ REFUSED: list[tuple[dict[str, Any], Parts, dict[str, Any], str]] = [
     (NOISE, DELTA, SINGLE, "exchange.noise hides single updates in an average, and the server looks at each"),
     (NOISE, DELTA, {"surveys": True}, "the method's survey is released without noise"),
     ({"class_clip": 1.0, "class_noise": 1.0}, GRADIENTS, {"surveys": True}, "the method's survey is released without"),
+    (NOISE, DELTA, {"scaled": True}, "the columns of a table are scaled by means and deviations of the clients' rows"),
 ]
 
 
@@ -441,7 +460,7 @@ def test_what_does_not_go_together_is_refused_in_one_line(
 
 TOGETHER: list[tuple[dict[str, Any], Parts, dict[str, Any]]] = [
     ({}, {**PARTS, **WEIGHING}, {"surveys": True, **SINGLE}),
-    ({}, PARTS, {"surveys": True, "summed": True}),
+    ({}, PARTS, {"surveys": True, "scaled": True, "summed": True}),
     ({"preset": "private"}, PARTS, {"summed": True}),
     ({"clip": 1.0, "class_clip": 1.0}, GRADIENTS | STATISTICS | REAL, {"summed": True, "surveys": True}),
     ({**NOISE, "class_clip": 1.0, "class_noise": 1.0}, GRADIENTS | REAL, {"summed": True}),

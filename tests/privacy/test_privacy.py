@@ -893,6 +893,14 @@ def test_the_columns_of_a_table_are_told_of(tmp_path: Path, more: dict[str, Any]
     assert ("each client's own" in told) == ("secure_aggregation" not in more)
 
 
+def test_noise_is_refused_where_columns_are_scaled_without_it(tmp_path: Path) -> None:
+    (tmp_path / "rows.csv").write_text("\n".join(["age,kind", *[f"{i % 7},{'ab'[i % 2]}" for i in range(60)]]))
+    data = {"source": str(tmp_path / "rows.csv"), "label": "kind", "clients": 2}
+    noise = {"clip": 1.0, "noise": 1.0, "randomness": "seed"}
+    with pytest.raises(ConfigError, match="columns of a table are scaled by means and deviations"):
+        carried_out(tmp_path / "run", {"rounds": 1, "data": data, "method": {"name": "fedavg"}, "exchange": noise})
+
+
 def test_what_is_disclosed_follows_from_the_parts() -> None:
     """Gradients of fewer examples than classes can be solved for them, other rows of one alone; counts, a survey and a
     look at single updates are named."""

@@ -264,6 +264,13 @@ def test_own_data_keeps_its_imbalance() -> None:
         ({"exchange": {"rul": "median"}}, "unknown key 'exchange.rul'; did you mean 'rule'?"),
         ({"exchange": {"rule": "medain"}}, "exchange.rule is 'medain'; choose from 'mean', 'median'"),
         ({"exchange": {"noise": 1.0}}, "noise is 1, but updates are not bounded; set clip as well"),
+        *[
+            ({**values, "exchange": {"clip": 1.0, "noise": 1.0}}, f"its epsilon does not cover {what} used the clients'")
+            for values, what in (
+                ({"start": "runs/first"}, "start: that run"),
+                ({"data": {"normalise": True}}, "data.normalise: it"),
+            )
+        ],
         ({"exchange": {"preset": "privat"}}, "exchange.preset is 'privat'; choose from 'plain', 'private'"),
         ({"seed": -1, "rounds": 0, "data": {"ir": 0.0}}, "(and 2 more)"),
     ],

@@ -109,16 +109,22 @@ class Exchange(BaseModel):
     def class_deviation(self) -> float:
         return self.class_noise * (self.class_clip or 0.0)
 
+    @property
+    def is_noisy(self) -> bool:
+        return bool(self.noise or self.class_noise)
+
     def weights(self, part: Direction | Statistics) -> Weights:
         """How clients are weighted in the mean of this part."""
         if isinstance(part, Statistics):
             return "examples"
         return part.weights if self.clip is None else "alike"
 
-    def refuses(self, parts: Parts, *, single: str = "", surveys: bool = False, summed: bool = False) -> str | None:
+    def refuses(
+        self, parts: Parts, *, single: str = "", surveys: bool = False, scaled: bool = False, summed: bool = False
+    ) -> str | None:
         """Why the settings are incompatible, for every method; None if they are not. `single`: why the method needs
-        single updates; `surveys`: it surveys clients before the first round; `summed`: the updates come as a secure
-        sum."""
+        single updates; `surveys`: it surveys clients before the first round; `scaled`: the clients' data decides how
+        the inputs are scaled; `summed`: the updates come as a secure sum."""
         rows = class_rows(parts)
         if summed and single:
             return f"a secure sum shows no single updates, and {single}"
@@ -167,11 +173,18 @@ class Exchange(BaseModel):
             return (
                 "the method's survey is released without noise; choose a setting without a survey, or exchange.noise=0"
             )
+        if scaled:
+            return (
+                "the columns of a table are scaled by means and deviations of the clients' rows, which are released "
+                "without noise; scale them yourself and pass numbers (.npz), or set exchange.noise=0"
+            )
         return None
 
-    def check_fits(self, parts: Parts, clients: int, *, single: str = "", surveys: bool = False) -> None:
+    def check_fits(
+        self, parts: Parts, clients: int, *, single: str = "", surveys: bool = False, scaled: bool = False
+    ) -> None:
         """Raise ConfigError if these parts, or rounds of this many clients, are incompatible with the settings."""
-        if reason := self.refuses(parts, single=single, surveys=surveys):
+        if reason := self.refuses(parts, single=single, surveys=surveys, scaled=scaled):
             raise ConfigError(reason)
         if self.mechanisms(parts, 1):
             check_installed()

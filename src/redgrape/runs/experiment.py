@@ -199,6 +199,12 @@ class Experiment(BaseModel):
                 "data.crop, flip and cutout have no effect on the embeddings of a frozen encoder, which are computed "
                 "once; leave them out, or set net.frozen=false"
             )
+        if self.exchange.is_noisy and (self.start is not None or self.data.normalise):
+            what = "start: that run" if self.start is not None else "data.normalise: it"
+            raise ValueError(
+                f"exchange has noise, and its epsilon does not cover {what} used the clients' data without noise; leave "
+                "one of the two out"
+            )
         if self.net.is_pretrained and self.data.normalise:
             raise ValueError("data.normalise has no effect: a pretrained encoder has its own scaling; leave it out")
         shortest = nets.SHORTEST_SIDE.get(self.net.name, 1)

@@ -20,7 +20,7 @@ from redgrape.tree import Tensors, Tree
 
 def last_state(folder: RunFolder) -> RunState:
     """The state of a finished run, from which another starts: the last, or that of the best round if it is kept."""
-    if (exchange := folder.experiment().exchange).noise or exchange.class_noise:
+    if folder.experiment().exchange.is_noisy:
         raise ConfigError(
             f"'{folder.path}' was trained with noise, and another run would use the clients' data again, outside its "
             "account of epsilon; start from a run without noise"

@@ -50,7 +50,8 @@ def why_refused(experiment: Experiment, options: DeployOptions | SiteOptions) ->
             f"method '{name}' sends class rows ({', '.join(rows)}), and class_rows is false; choose another method, "
             "or set class_rows=true in deploy.toml and every site.toml"
         )
-    if reason := exchange.refuses(parts, single=single, surveys=bool(survey), summed=summed):
+    scaled = bool(options.data.numbers)
+    if reason := exchange.refuses(parts, single=single, surveys=bool(survey), scaled=scaled, summed=summed):
         without = "; or set secure_aggregation=false in deploy.toml and every site.toml" if summed else ""
         return f"method '{name}' cannot run so: {reason}{without}"
     return floors.too_much(
