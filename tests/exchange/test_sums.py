@@ -200,6 +200,7 @@ LAYOUTS: list[Any] = [
     [["a", "odd", [1]]],
     [["a", "real", [-1]]],
     [["a", "real", ["x"]]],
+    [["a", "real", [float("inf")]]],
     [["a", "real", [1]], ["a", "real", [1]]],
     [["a", "real", [1]], ["a/b", "real", [1]]],
     [["a//b", "real", [1]]],

@@ -18,7 +18,7 @@ import toys
 from redgrape import tree
 from redgrape.data.federation import Declared
 from redgrape.determinism import same_bits_everywhere, torch_stream
-from redgrape.engines import StateLost
+from redgrape.engines import ClientHalf, StateLost
 from redgrape.engines.in_process import InProcess
 from redgrape.errors import ConfigError
 from redgrape.exchange import Exchange
@@ -310,6 +310,20 @@ def shares(data: rg.Federation, k: int) -> tuple[Tensor, Tensor]:
     """The rows of a client that make the heads, and those that judge them."""
     draws = torch.rand(data.size(k), generator=torch_stream(4, "held out", k))
     return (draws >= 0.3).nonzero().flatten(), (draws < 0.3).nonzero().flatten()
+
+
+def test_no_share_sends_sums_over_fewer_examples_than_the_floor() -> None:
+    """Of 8 or 9 examples of a class, a share of 0.3 would often be a single one, whose features the sum would be."""
+    data = in_turns(pooled([[80, 40, 9, 8]]), 1)
+    half = ClientHalf(LDA(held_out=0.3), data, net, 0, 2, torch.device("cpu"), exchange=Exchange(min_count=8))
+    model, state = net().state_dict(), None
+    sent = torch.zeros(4, dtype=torch.int64)
+    for t in (1, 2):
+        answer = half.run(0, {"model": model}, state, t)
+        state, examples = answer.state, answer.update["sums"]["examples"]
+        assert all(n == 0 or n >= 8 for n in examples.tolist())
+        sent += examples
+    assert sent.tolist() == [80, 40, 9, 8] and examples[:2].all()
 
 
 @pytest.mark.parametrize("summed", [False, True])

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from redgrape.exchange import Exchange
-from redgrape.exchange.parts import ClassRows, Count, Direction, Part
+from redgrape.exchange.parts import ClassRows, Count, Direction, Part, Sum
 from redgrape.privacy.floors import too_much
 
 MODEL: dict[str, Part] = {"delta": Direction({"w": torch.zeros(3)}), "count": Count()}
@@ -41,6 +41,28 @@ def test_gradients_of_fewer_examples_than_classes_are_refused_where_there_is_a_f
     assert refused(MEANS, num_classes=9) is None
     assert refused(GRADIENTS, num_classes=9, secure_aggregation=True) is None
     assert refused(GRADIENTS, num_classes=9, min_count=1) is None
+
+
+def test_gradients_of_drawn_examples_count_as_those_of_so_many() -> None:
+    drawn = MODEL | {"rows": ClassRows({"weight": torch.zeros(3)}, gradient=True, drawn=32)}
+    floor = Exchange(min_count=100, min_clients=3)
+    assert refused(drawn, exchange=floor, num_classes=32) is None
+    assert "the method draws 32 of a class" in str(refused(drawn, exchange=floor, num_classes=33))
+    assert refused(drawn, exchange=floor, num_classes=33, secure_aggregation=True) is None
+
+
+def test_a_sum_in_which_classes_count_alike_keeps_to_the_floors() -> None:
+    """The update of a single site would show a class with one example; a sum shows a class of one site."""
+
+    def alike(least: int) -> dict[str, Part]:
+        return MODEL | {"gradient": Sum({"weight": torch.zeros(3)}, min_holders=least)}
+
+    assert "in 'gradient' of a single site a class with one example" in str(refused(alike(3)))
+    assert refused(alike(3), min_count=1) is None
+    assert refused(alike(3), secure_aggregation=True) is None
+    assert "min_holders of the method is 2" in str(refused(alike(2), secure_aggregation=True))
+    noise = Exchange(clip=1.0, noise=1.0)
+    assert refused(alike(1), secure_aggregation=True, exchange=noise) is None, "the noise hides a site"
 
 
 def test_a_survey_is_for_sums_and_for_sites_without_a_floor() -> None:

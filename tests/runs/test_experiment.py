@@ -265,10 +265,10 @@ def test_own_data_keeps_its_imbalance() -> None:
         ({"exchange": {"rule": "medain"}}, "exchange.rule is 'medain'; choose from 'mean', 'median'"),
         ({"exchange": {"noise": 1.0}}, "noise is 1, but updates are not bounded; set clip as well"),
         *[
-            ({**values, "exchange": {"clip": 1.0, "noise": 1.0}}, f"its epsilon does not cover {what} used the clients'")
+            ({**values, "exchange": {"clip": 1.0, "noise": 1.0}}, f"exchange has noise, but {what} the clients' data")
             for values, what in (
-                ({"start": "runs/first"}, "start: that run"),
-                ({"data": {"normalise": True}}, "data.normalise: it"),
+                ({"start": "runs/first"}, "start names a run that used"),
+                ({"data": {"normalise": True}}, "data.normalise uses"),
             )
         ],
         ({"exchange": {"preset": "privat"}}, "exchange.preset is 'privat'; choose from 'plain', 'private'"),

@@ -95,7 +95,7 @@ def checked_layout(sent: Any) -> Layout:
     try:
         layout = [(str(name), str(kind), [int(n) for n in shape]) for name, kind, shape in sent]
         tree.check_leaves(tree.unflatten({name: torch.zeros(0) for name, _, _ in layout}), "its layout")
-    except (TypeError, ValueError, RecursionError) as error:
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
         raise ValueError(f"its layout cannot be read: {error}") from error
     names = {name for name, _, _ in layout}
     if len(names) < len(layout) or any(

@@ -40,12 +40,15 @@ class Direction:
 class Sum:
     """Tensors that are added up in float64. `running`: they are the change of a sum that the client keeps track of, so
     they must be added as sent. `instead`: what to choose where that is refused. `counted`: the name of its tensor that
-    counts the examples of each class; the others are then sums over these examples, as long as the data makes them."""
+    counts the examples of each class; the others are then sums over these examples, as long as the data makes them.
+    `min_holders`: classes count alike in it, so that one example can show; a class that fewer clients hold is not in
+    it."""
 
     like: Tensors
     running: bool = False
     instead: str = "choose another method"
     counted: str = ""
+    min_holders: int | None = None
 
 
 @dataclass(frozen=True)
@@ -81,12 +84,14 @@ class Weight:
 @dataclass(frozen=True)
 class ClassRows:
     """A row like `like` for each class that the client reports. `gradient`: the row is the mean gradient of the
-    cross-entropy of the class's examples, and must look like one. `signed`: its features are never negative."""
+    cross-entropy of the class's examples, and must look like one. `signed`: its features are never negative.
+    `drawn`: the row is of this many examples of a class that has more, and not of all."""
 
     like: Tensors
     weights: Literal["uniform", "count"] = "uniform"
     gradient: bool = False
     signed: bool = False
+    drawn: int | None = None
 
 
 Part: TypeAlias = Direction | Sum | Statistics | Scalar | Count | Weight | ClassRows
@@ -120,6 +125,12 @@ def class_rows(parts: Mapping[str, Part]) -> dict[str, ClassRows]:
 def class_sums(parts: Mapping[str, Part]) -> list[str]:
     """The sums over the examples of each class. Of a single client they are like rows of its classes."""
     return [name for name, part in parts.items() if isinstance(part, Sum) and part.counted]
+
+
+def balanced_sums(parts: Mapping[str, Part]) -> dict[str, int]:
+    """The sums in which classes count alike, whatever their examples, and how many clients must hold a class."""
+    sums = {name: part.min_holders for name, part in parts.items() if isinstance(part, Sum)}
+    return {name: least for name, least in sums.items() if least is not None}
 
 
 def directions(parts: Mapping[str, Part]) -> list[str]:

@@ -113,10 +113,12 @@ def encoded(
         yield features(net.encoder, x, "running"), site.data.labels[batch].to(site.device)
 
 
-def gradient_rows(model: Tensors, site: Site, weights: Literal["uniform", "count"] = "uniform") -> ClassRows:
-    """The part of an update with the classifier's class gradients."""
+def gradient_rows(
+    model: Tensors, site: Site, weights: Literal["uniform", "count"] = "uniform", drawn: int | None = None
+) -> ClassRows:
+    """The part of an update with the classifier's class gradients; `drawn`: of so many examples of a class."""
     signed = never_negative(site.load(model).encoder)
-    return ClassRows(of(model), weights, gradient=True, signed=signed)
+    return ClassRows(of(model), weights, gradient=True, signed=signed, drawn=drawn)
 
 
 def of(model: Tensors) -> Tensors:

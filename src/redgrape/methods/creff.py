@@ -31,7 +31,7 @@ from redgrape.methods.fedavg import FedAvg
 from redgrape.tree import Tensors, Tree
 from redgrape.validation import LARGEST
 
-DRAWS = 10  # of the examples behind a class gradient
+DRAWS, DRAWN = 10, 32  # draws of the examples behind a class gradient, and their size
 
 
 class CReFF(FedAvg):
@@ -72,7 +72,8 @@ class CReFF(FedAvg):
     cheap: ClassVar = {"retrain_epochs": 2, "match_steps": 2, "features_per_class": 3}
 
     def parts(self, model: Tensors, site: Site) -> Parts:
-        return {**super().parts(model, site), "class_gradients": classifier.gradient_rows(model, site)}
+        rows = classifier.gradient_rows(model, site, drawn=None if self.gradient_draw == "all" else DRAWN)
+        return {**super().parts(model, site), "class_gradients": rows}
 
     def init_server(self, model: Tensors, site: ServerSite) -> Tree:
         if "classifier.bias" not in model:
@@ -104,7 +105,7 @@ class CReFF(FedAvg):
             return classifier.local_class_gradients(net, site)
         labels, classes = site.data.labels, site.reported.nonzero().flatten()
         random, view = site.generator("gradient draws"), site.generator("gradient view")
-        draws = [at_most(32, labels, random) for _ in range(DRAWS)]
+        draws = [at_most(DRAWN, labels, random) for _ in range(DRAWS)]
         reported = (rows[site.reported[labels[rows]]] for rows in draws)
         batches = (classifier.encoded(net, site, rows, view) for rows in reported)
         means = (classifier.class_mean_gradients(net.classifier, each, classes.to(site.device)) for each in batches)

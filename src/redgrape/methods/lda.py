@@ -99,15 +99,24 @@ class LDA(Method):
 
     def client_update(self, broadcast: Tree, state: Tree, site: ClientSite) -> tuple[Tree, Tree]:
         net, visits = site.load(broadcast["model"]), int(state["visits"])
-        rows = class_statistics.reported_rows(site)
-        # The same share in both rounds, so the key has no round.
-        draws = torch.rand(len(rows), generator=determinism.torch_stream(site.seed, "held out", site.client))
-        rows = rows[(draws < self.held_out) == bool(visits)][: len(rows) if visits < 2 else 0]
+        rows = self._share(site, visits)
         sums = {**self._zeros(broadcast["model"], site), **class_statistics.of_rows(net, site, rows)}
         if self.held_out and visits and "heads" in broadcast:
             sums["losses"] = class_statistics.class_losses(net, site, rows, broadcast["heads"])
             sums["judging"] = sums["examples"].clone()
         return {"sums": sums}, {"visits": state["visits"] + 1}
+
+    def _share(self, site: ClientSite, visits: int) -> Tensor:
+        """The rows whose sums the client sends: all but the held-out share at first, then that share, then none. With
+        a floor, a class of which a share would have fewer than min_count examples is in the first as a whole."""
+        rows = class_statistics.reported_rows(site)
+        # The same share in both rounds, so the key has no round.
+        draws = torch.rand(len(rows), generator=determinism.torch_stream(site.seed, "held out", site.client))
+        held_out, y = draws < self.held_out, site.data.labels[rows]
+        if site.min_count > 1:
+            both = [torch.bincount(y[share], minlength=site.num_classes) for share in (held_out, ~held_out)]
+            held_out &= (torch.minimum(*both) >= site.min_count)[y]
+        return rows[held_out == bool(visits)][: len(rows) if visits < 2 else 0]
 
     def server_update(self, server: Tree, received: Received, site: ServerSite) -> Tree:
         new = received.total("sums")

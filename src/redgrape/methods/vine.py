@@ -90,7 +90,7 @@ class Vine(FedAvg):
 
     def parts(self, model: Tensors, site: Site) -> Parts:
         W = classifier.of(model)
-        summed = Sum(W, running=self.memory, instead="choose method.preset=stateless")
+        summed = Sum(W, self.memory, instead="choose method.preset=stateless", min_holders=self.min_holders)
         parts = super().parts(model, site) | {"gradient": summed}
         return parts | ({"delta_W_hat": Direction(W)} if self.two_stream else {})
 

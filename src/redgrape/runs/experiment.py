@@ -200,10 +200,10 @@ class Experiment(BaseModel):
                 "once; leave them out, or set net.frozen=false"
             )
         if self.exchange.is_noisy and (self.start is not None or self.data.normalise):
-            what = "start: that run" if self.start is not None else "data.normalise: it"
+            what = "start names a run that used" if self.start is not None else "data.normalise uses"
             raise ValueError(
-                f"exchange has noise, and its epsilon does not cover {what} used the clients' data without noise; leave "
-                "one of the two out"
+                f"exchange has noise, but {what} the clients' data without it, which epsilon does not cover; leave one "
+                "of the two out"
             )
         if self.net.is_pretrained and self.data.normalise:
             raise ValueError("data.normalise has no effect: a pretrained encoder has its own scaling; leave it out")

@@ -3,11 +3,12 @@ checks it again before it answers, by its own site.toml.
 
     secure_aggregation    only methods whose server needs nothing but sums
     class_rows            methods that send a row for each class, such as RedGrape's prototypes, only if this is true;
-                          without secure sums also those that send sums over each class, such as LDA's
+                          without secure sums also those that send sums over each class, such as LDA's, or a sum
+                          in which classes count alike, such as Vine's
     min_count             no site sends a gradient of a class with fewer examples, or how many there are. If this is
                           above 1, no gradient may be solvable for the examples behind it. The update of the model
                           itself may still disclose such a class
-    min_clients           no class is released that fewer sites report
+    min_clients           no class is released that fewer sites report, or hold
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import torch
 from redgrape import nets, own_code
 from redgrape.errors import ConfigError
 from redgrape.exchange import Parts
-from redgrape.exchange.parts import class_rows, class_sums
+from redgrape.exchange.parts import balanced_sums, class_rows, class_sums
 from redgrape.method import Site
 from redgrape.privacy import floors
 from redgrape.rounds import exchanged
@@ -45,7 +46,8 @@ def why_refused(experiment: Experiment, options: DeployOptions | SiteOptions) ->
     exchange, single = experiment.exchange, experiment.method.create().needs_single()
     parts, survey = crossing(experiment, options)
     summed, name = options.secure_aggregation, experiment.method.name
-    if (rows := [*class_rows(parts), *([] if summed else class_sums(parts))]) and not options.class_rows:
+    alone = [] if summed else [*class_sums(parts), *balanced_sums(parts)]
+    if (rows := [*class_rows(parts), *alone]) and not options.class_rows:
         return (
             f"method '{name}' sends class rows ({', '.join(rows)}), and class_rows is false; choose another method, "
             "or set class_rows=true in deploy.toml and every site.toml"

@@ -133,7 +133,8 @@ class Member:
         configs = {Key.CIPHERTEXT_LIST: list(boxes.values()), Key.SOURCE_LIST: list(boxes)}
         halves = ndarrays_to_parameters(_halves(numbers))
         made = _flower._collect_masked_vectors(self._state, configs, 1, halves)
-        return dict(zip(_PARTS, made[Key.MASKED_PARAMETERS], strict=True))
+        arrays = [bytes_to_ndarray(data) for data in made[Key.MASKED_PARAMETERS]]
+        return {name: array.astype("<i8").tobytes() for name, array in zip(_PARTS, arrays, strict=True)}
 
     def _revealed(self, arrived: list[ClientId], lost: list[ClientId]) -> dict[str, bytes]:
         """For each site a share of one of its two secrets, never of both: with both its numbers could be unmasked."""
@@ -298,12 +299,11 @@ def _read_shares(reply: Reply[SumAnswer], wanted: set[ClientId]) -> dict[ClientI
 
 def _read_masked(k: ClientId, reply: Reply[SumAnswer]) -> _Masked:
     layout = fixed_point.checked_layout(reply.answer.layout)
-    arrays = [bytes_to_ndarray(reply.parts[name]) for name in _PARTS]
-    shapes = [(1,), (fixed_point.length(layout),), (fixed_point.length(layout),)]
-    for array, shape in zip(arrays, shapes, strict=True):
-        if array.dtype != np.int64 or array.shape != shape:
-            raise ValueError(f"{array.dtype} {array.shape} is not {shape} whole numbers")
-    return _Masked(reply.answer, layout, arrays)
+    numbers = fixed_point.length(layout)
+    for name, expected in zip(_PARTS, (1, numbers, numbers), strict=True):
+        if len(reply.parts[name]) != 8 * expected:
+            raise ValueError(f"'{name}' has {len(reply.parts[name])} bytes, and {8 * expected} are expected")
+    return _Masked(reply.answer, layout, [np.frombuffer(reply.parts[name], "<i8") for name in _PARTS])
 
 
 def _by_site(parts: Parts, prefix: str) -> dict[ClientId, bytes]:

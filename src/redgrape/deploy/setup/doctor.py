@@ -111,7 +111,7 @@ def _versions() -> Iterator[Finding]:
             continue
         numbers = tuple(int(part) for part in found.split("+")[0].split(".")[:2] if part.isdecimal())
         if name == "flwr" and not OLDEST_FLOWER <= numbers < FIRST_FLOWER_TOO_NEW:
-            yield Finding(name, "bad", f"{found}; run `pip install 'flwr>=1.41,<2'`")
+            yield Finding(name, "bad", f"{found}; run `pip install 'flwr>=1.41,<1.42'`")
         else:
             yield Finding(name, "good", found)
 
