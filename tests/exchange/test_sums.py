@@ -68,7 +68,6 @@ SUMMED: list[tuple[Method, dict[str, Any]]] = [
     (FedAvg(), {}),
     (FedAvg(), {"clip": 0.05}),
     (Scaffold(), {}),
-    (Scaffold(), {"clip": 0.05}),
     (RedGrape(), FLOORS),
     (RedGrape(), CLIPS),
     (RedGrape(), FLOORS | CLIPS),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import pickle
+from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any, cast
 
 import pytest
@@ -13,6 +15,7 @@ import redgrape as rg
 from redgrape import methods, nets, testing, tree
 from redgrape.deploy.protocol import own_parts
 from redgrape.errors import ConfigError
+from redgrape.learning import classifier
 from redgrape.method import Method
 from redgrape.methods._combination import CHOICES
 from toys import VECTOR, federation, server_site
@@ -75,8 +78,29 @@ def test_a_head_changes_what_is_deployed_and_not_the_training(whole: str) -> Non
     W = trained["model"]["classifier.weight"]
     torch.testing.assert_close(scaled["model"]["classifier.weight"], W / W.norm(dim=1, keepdim=True))
     same(scaled["W_hat"], trained["W_hat"])
-    assert torch.equal(scaled["trained"]["weight"], W)
+    assert torch.equal(scaled["beneath"]["weight"], W)
     assert torch.equal(final(f"{whole}+tau_norm", tau=0.0)["model"]["classifier.weight"], W)
+
+
+@pytest.mark.parametrize("head", ["tau_norm", "fednpc"])
+@pytest.mark.parametrize("whole", ["fedloge", "rucr"])
+def test_a_head_on_a_method_that_deploys_a_head_of_its_own(whole: str, head: str) -> None:
+    """What the method trains with is its own classifier, not what it deploys."""
+    same(final(f"{whole}+{head}")["trained"], final(whole)["trained"])
+    same(final(f"{whole}+{head}")["beneath"], classifier.of(final(whole)["model"]))
+
+
+def test_methods_whose_helpers_had_the_same_names_can_be_combined() -> None:
+    combined, plain = final("lws+logit_adjustment", stage="post_hoc"), final("lws")
+    assert torch.equal(combined["scales"], plain["scales"])
+    assert not torch.equal(combined["model"]["classifier.bias"], plain["model"]["classifier.bias"])
+
+
+def test_an_estimated_prior_is_refused_in_a_combination() -> None:
+    """Two streams move logits twice as far as the estimate assumes, a regulariser or a sampler changes the steps."""
+    for name in ("redgrape+balanced_softmax", "balanced_softmax+fedprox", "vine+logit_adjustment"):
+        with pytest.raises(ConfigError, match=r"prior=estimated needs sgd .* no combination"):
+            methods.load(name)(prior="estimated")
 
 
 def test_order_has_no_meaning() -> None:
@@ -121,14 +145,22 @@ def test_what_cannot_be_combined_is_refused_by_name(name: str, words: str) -> No
         methods.load(name)
 
 
-@pytest.mark.parametrize(("one", "other"), list(itertools.product(WHOLE, INGREDIENTS)))
+def accepted() -> Iterator[tuple[str, str]]:
+    for pair in itertools.product([name for name in methods.names() if name not in INGREDIENTS], INGREDIENTS):
+        with suppress(ConfigError):
+            methods.load("+".join(pair))
+            yield pair
+
+
+@pytest.mark.parametrize(("one", "other"), list(accepted()))
 def test_no_two_parts_write_the_same_name_of_the_state(one: str, other: str) -> None:
     """An ingredient adds to the state of the next class, and would silently replace what has its name."""
 
     def own(method: Method) -> set[str]:
         model = {name: t.detach() for name, t in net().state_dict().items()}
         survey = {"class_counts": torch.ones(3, dtype=torch.int64), "holders": torch.ones(3, dtype=torch.int64)}
-        server = method.init_server(model, server_site(3, 3, survey=survey))
+        auxiliary = rg.Examples(torch.zeros(3, *VECTOR), torch.arange(3))
+        server = method.init_server(model, server_site(3, 3, survey=survey, auxiliary=auxiliary))
         return {*server, *method.parts(model, server_site(3, 3))} - {*model, "model", "delta", "count", "loss"}
 
     assert not own(methods.load(one)()) & own(methods.load(other)())

@@ -49,7 +49,7 @@ def test_without_steps_it_is_fedavg_and_training_never_sees_them() -> None:
     plain = server(FedAvg(**LOCAL))["model"]
     assert tree.equal(server(FedNPC(noise_steps=0, **LOCAL))["model"], plain)
     ours = server(FedNPC(noise_samples=50, **LOCAL))
-    assert tree.equal(ours["trained"], classifier.of(plain))
+    assert tree.equal(ours["beneath"], classifier.of(plain))
     for name, t in plain.items():
         assert torch.equal(t, ours["model"][name]) == name.startswith("encoder.")
 

@@ -39,6 +39,9 @@ if TYPE_CHECKING:
     from redgrape.method import ClientId, ServerSite
 
 
+_OF_WHOLE_UPDATES = ("exchange.rule=krum", "exchange.rule=multi_krum")  # they choose updates and change none
+
+
 class Exchange(BaseModel):
     """The section [exchange] of an experiment."""
 
@@ -158,6 +161,16 @@ class Exchange(BaseModel):
                 f"exchange.rule={self.rule} keeps the clients' weights, and in this method a client can get any weight "
                 "by the loss that it claims; choose median or trimmed_mean"
             )
+        steps = [part for part in parts.values() if isinstance(part, Direction)]
+        changes = "exchange.clip" if self.clip is not None else f"exchange.rule={self.rule}"
+        if any(part.kept for part in steps) and changes not in ("exchange.rule=mean", *_OF_WHOLE_UPDATES):
+            return (
+                f"clients keep what they send in their states, and {changes} changes it on the way: the server's mean "
+                "would no longer be that of the states; choose krum, multi_krum or another method"
+            )
+        weighed = any(isinstance(part, Scalar) and part.weighs for part in parts.values())
+        if self.clip is not None and (weighed or any(part.weights == "sent" for part in steps)):
+            return "the method weighs clients in its own way, and exchange.clip weighs all alike; choose another method"
         if self.class_clip is not None and any(part.weights == "count" for part in rows.values()):
             return "class rows are weighted by their examples, and exchange.class_clip needs equal weights"
         if not self.mechanisms(parts, 1):

@@ -30,10 +30,12 @@ Weights: TypeAlias = Literal["examples", "alike", "sent"]  # sent: the part `wei
 
 @dataclass(frozen=True)
 class Direction:
-    """The server steps along its mean."""
+    """The server steps along its mean. `kept`: the client adds it to its state as sent, and the server's mean must stay
+    the mean of these states."""
 
     like: Tensors
     weights: Weights = "examples"
+    kept: bool = False
 
 
 @dataclass(frozen=True)

@@ -126,9 +126,9 @@ def of(model: Tensors) -> Tensors:
     return {name.removeprefix("classifier."): t for name, t in model.items() if name.startswith("classifier.")}
 
 
-def with_trained(server: Tree) -> Tree:
+def beneath_head(server: Tree) -> Tree:
     """The server state with the classifier that training goes on with, where the deployed model has another head."""
-    W = {f"classifier.{name}": t for name, t in server["trained"].items()}
+    W = {f"classifier.{name}": t for name, t in server["beneath"].items()}
     return {**server, "model": {**server["model"], **W}}
 
 

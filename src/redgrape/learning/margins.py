@@ -23,7 +23,7 @@ def log_counts(counts: Tensor) -> Tensor:
 
 def missing_scales(counts: Tensor, alpha: float) -> Tensor:
     """alpha for a class without examples, 1 for the others."""
-    return torch.where(counts > 0, 1.0, alpha).double()
+    return torch.where(counts > 0, 1.0, torch.tensor(alpha, dtype=torch.float64))
 
 
 def proportional_scales(counts: Tensor, alpha: float) -> Tensor:

@@ -26,7 +26,7 @@ from redgrape.tree import Tensors, Tree
 if TYPE_CHECKING:
     from redgrape.exchange import Received
     from redgrape.learning.local_training import LocalTraining
-    from redgrape.method import ClientSite, ServerSite
+    from redgrape.method import ClientSite, Method, ServerSite
 
 PriorSource: TypeAlias = Literal["local", "global", "estimated"]
 
@@ -40,12 +40,13 @@ class Prior:
 
     source: PriorSource
 
-    def check(self, method: LocalTraining) -> None:
-        """Raise ValueError if the estimate, which assumes plain sgd steps, would be silently wrong."""
+    def check(self, method: Method) -> None:
+        """Raise ValueError if the estimate would be silently wrong: it assumes plain sgd steps of one classifier."""
         plain = method.optimizer == "sgd" and method.clip_norm is None and not method.weight_decay
-        if self.source == "estimated" and not plain:
+        if self.source == "estimated" and (not plain or method.is_combination):
             raise ValueError(
-                "prior=estimated needs sgd without clip_norm or weight_decay; choose prior=global or local"
+                "prior=estimated needs sgd without clip_norm or weight_decay, and no combination; choose prior=global "
+                "or local"
             )
 
     def survey(self, site: ClientSite) -> Tree:

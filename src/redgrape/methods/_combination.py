@@ -7,7 +7,8 @@ ingredients and then from one whole method, FedAvg if none is named. The order o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from pydantic import create_model
@@ -53,7 +54,9 @@ def combined(named: dict[str, type[Method]]) -> type[Method]:
             if own is not getattr(_fedavg(), overridden, None) and not getattr(own, "replaceable", False):
                 raise ConfigError(f"{refused}: it has a {choice} of its own")
     ingredients = [parts[name] for name in chosen.values()]
-    _check_fields({**{chosen[method.ingredient]: method for method in ingredients}, **whole})
+    named = {**{chosen[method.ingredient]: method for method in ingredients}, **whole}
+    _check_names(named, "hyper-parameter", lambda method: method.model_fields)
+    _check_names(named, "function", lambda method: (name for name in vars(method) if re.match("_[a-z]", name)))
     return _inherit("+".join([*whole, *chosen.values()]), [*ingredients, *whole.values()])
 
 
@@ -78,15 +81,14 @@ def _fedavg() -> type[Method]:
     return FedAvg
 
 
-def _check_fields(named: dict[str, type[Method]]) -> None:
+def _check_names(named: dict[str, type[Method]], kind: str, names: Callable[[type[Method]], Iterable[str]]) -> None:
+    """Raise ConfigError if two methods have a name of their own in common: one would replace the other's."""
     owners: dict[str, str] = {}
     for name, method in named.items():
-        for field in method.model_fields.keys() - _fedavg().model_fields.keys():
-            if field in owners:
-                raise ConfigError(
-                    f"'{owners[field]}' and '{name}' cannot be combined: both have a hyper-parameter '{field}'"
-                )
-            owners[field] = name
+        for own in sorted({*names(method)} - {*names(_fedavg())}):
+            if own in owners:
+                raise ConfigError(f"'{owners[own]}' and '{name}' cannot be combined: both have a {kind} '{own}'")
+            owners[own] = name
 
 
 def _inherit(name: str, bases: Sequence[type[Method]]) -> type[Method]:
@@ -99,6 +101,7 @@ def _inherit(name: str, bases: Sequence[type[Method]]) -> type[Method]:
         }
     made = cast("type[Method]", create_model(name, __base__=tuple(bases), __module__=__name__, **fields))
     made.__doc__ = "\n".join(f"{base.__name__}: {(base.__doc__ or '').strip()}" for base in reversed(bases))
+    made.is_combination = True
     made.presets = {"paper": {}}
     made.sums_of_states = tuple(group for base in bases for group in base.sums_of_states)
     made.uses_auxiliary = any(base.uses_auxiliary for base in bases)

@@ -11,13 +11,14 @@ conditions hold at the common model. Each client keeps its linear term g_k. The 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import ClassVar
 
 import torch
 from pydantic import Field
 
 from redgrape import tree
-from redgrape.exchange import Parts, Received
+from redgrape.exchange import Direction, Parts, Received
 from redgrape.learning.local_training import stackable, zeros_like_parameters
 from redgrape.method import ClientSite, ServerSite, Site
 from redgrape.methods.fedavg import FedAvg
@@ -41,7 +42,8 @@ class FedDyn(FedAvg):
     )
 
     def parts(self, model: Tensors, site: Site) -> Parts:
-        return self.training_parts(model, site, weights="alike")
+        parts = self.training_parts(model, site, weights="alike")
+        return {name: replace(p, kept=True) if isinstance(p, Direction) else p for name, p in parts.items()}
 
     def init_server(self, model: Tensors, site: ServerSite) -> Tree:
         return {"model": model, "h": zeros_like_parameters(model, site)}

@@ -59,10 +59,10 @@ class FedNPC(FedAvg):
         """The server state. The deployed model has the new classifier; training goes on with that kept beside it."""
         model = trained["model"]
         W = classifier.of(model)
-        head = {f"classifier.{name}": t for name, t in self._calibrated(W, site).items()}
-        return {**trained, "model": {**model, **head}, "trained": W}
+        head = {f"classifier.{name}": t for name, t in self._fitted_to_noise(W, site).items()}
+        return {**trained, "model": {**model, **head}, "beneath": W}
 
-    def _calibrated(self, W: Tensors, site: ServerSite) -> Tensors:
+    def _fitted_to_noise(self, W: Tensors, site: ServerSite) -> Tensors:
         (C, d), dtype = W["weight"].shape, W["weight"].dtype
         random = site.generator("random features")
         head = nn.Linear(d, C, bias="bias" in W, device="meta")  # draws nothing
@@ -79,7 +79,7 @@ class FedNPC(FedAvg):
         return {name: t.clone() for name, t in tree.parameters(head).items()}
 
     def broadcast(self, server: Tree) -> Tree:
-        return super().broadcast(classifier.with_trained(server))
+        return super().broadcast(classifier.beneath_head(server))
 
     def server_update(self, server: Tree, received: Received, site: ServerSite) -> Tree:
-        return self._deployed(super().server_update(classifier.with_trained(server), received, site), site)
+        return self._deployed(super().server_update(classifier.beneath_head(server), received, site), site)

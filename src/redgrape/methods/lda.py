@@ -135,10 +135,10 @@ class LDA(Method):
         return made
 
     def _best(self, sums: Tensors) -> tuple[int, int]:
-        """The place in the grid with the smallest mean over classes of the mean loss; the first without losses."""
-        if not self.held_out or not sums["judging"].any():
+        """The place in the grid with the smallest mean over classes of the mean loss; the first without losses. A
+        class of which all examples judge has no row in the heads, and its loss says nothing about them."""
+        if not self.held_out or not (judged := (sums["judging"] > 0) & (sums["examples"] > sums["judging"])).any():
             return 0, 0
-        judged = sums["judging"] > 0
         means = (sums["losses"][judged] / sums["judging"][judged, None, None]).mean(dim=0)
         i, j = divmod(int(means.argmin()), means.shape[1])
         return i, j

@@ -43,9 +43,9 @@ class LWS(FedAvg):
         return {**super().parts(model, site), "delta_scales": Direction({"scales": scales})}
 
     def init_server(self, model: Tensors, site: ServerSite) -> Tree:
-        return self._server(super().init_server(model, site), torch.ones_like(model["classifier.weight"][:, 0]))
+        return self._scaled(super().init_server(model, site), torch.ones_like(model["classifier.weight"][:, 0]))
 
-    def _server(self, trained: Tree, scales: Tensor) -> dict[str, Any]:
+    def _scaled(self, trained: Tree, scales: Tensor) -> dict[str, Any]:
         """The server state. The deployed model has the scales in its rows; training goes on with the rows kept beside
         it."""
         model = trained["model"]
@@ -53,12 +53,12 @@ class LWS(FedAvg):
         scaled = {name: t * scales.reshape(-1, *[1] * (t.dim() - 1)) for name, t in rows.items()}
         return {**trained, "model": {**model, **scaled}, "rows": rows, "scales": scales}
 
-    def _trained(self, server: Tree) -> Tree:
+    def _with_rows(self, server: Tree) -> Tree:
         """The server state with the rows that training goes on with."""
         return {**server, "model": {**server["model"], **server["rows"]}}
 
     def broadcast(self, server: Tree) -> Tree:
-        return {**super().broadcast(self._trained(server)), "scales": server["scales"]}
+        return {**super().broadcast(self._with_rows(server)), "scales": server["scales"]}
 
     def order(self, site: ClientSite, random: torch.Generator) -> Tensor:
         if in_second_stage(self.head_share, site.round, site.rounds):
@@ -87,8 +87,8 @@ class LWS(FedAvg):
         return {**with_unmoved(update, self.training_parts(broadcast["model"], site)), "delta_scales": moved}
 
     def server_update(self, server: Tree, received: Received, site: ServerSite) -> Tree:
-        trained = self._trained(server)
+        trained = self._with_rows(server)
         if not in_second_stage(self.head_share, site.round, site.rounds):
-            return self._server(super().server_update(trained, received, site), server["scales"])
+            return self._scaled(super().server_update(trained, received, site), server["scales"])
         scales = server["scales"] + self.server_lr * received.mean("delta_scales")["scales"]
-        return self._server(trained, scales)
+        return self._scaled(trained, scales)

@@ -44,7 +44,7 @@ class Scaffold(FedAvg):
     )
 
     def parts(self, model: Tensors, site: Site) -> Parts:
-        parts = super().parts(model, site) | {"delta_c": Direction(zeros_like_parameters(model, site))}
+        parts = super().parts(model, site) | {"delta_c": Direction(zeros_like_parameters(model, site), kept=True)}
         return {name: replace(p, weights="alike") if isinstance(p, Direction) else p for name, p in parts.items()}
 
     def init_server(self, model: Tensors, site: ServerSite) -> Tree:

@@ -48,10 +48,10 @@ class TauNorm(FedAvg):
         head = {"classifier.weight": (W["weight"] / length**self.tau).to(W["weight"].dtype)}
         if "bias" in W:
             head["classifier.bias"] = torch.zeros_like(W["bias"])
-        return {**trained, "model": {**model, **head}, "trained": W}
+        return {**trained, "model": {**model, **head}, "beneath": W}
 
     def broadcast(self, server: Tree) -> Tree:
-        return super().broadcast(classifier.with_trained(server))
+        return super().broadcast(classifier.beneath_head(server))
 
     def server_update(self, server: Tree, received: Received, site: ServerSite) -> Tree:
-        return self._deployed(super().server_update(classifier.with_trained(server), received, site))
+        return self._deployed(super().server_update(classifier.beneath_head(server), received, site))
