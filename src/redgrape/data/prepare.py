@@ -100,7 +100,7 @@ class DataOptions(BaseModel):
         0,
         ge=0,
         le=10**9,
-        description="training examples of each class taken from the clients for methods that need them",
+        description="examples of each class held out for methods that need them, before the long tail is cut",
     )
     crop: int = Field(0, ge=0, le=1000, description="augmentation: pad by this many pixels and cut a random window")
     flip: bool = Field(False, description="augmentation: mirror images at random")

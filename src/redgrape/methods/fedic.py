@@ -4,7 +4,8 @@ Shang et al., "FEDIC: Federated Learning on Non-IID and Long-Tailed Data via Cal
 https://arxiv.org/abs/2205.00172. The clients' models together know more than their average. On a small balanced set
 the server learns how to weight their logits, how to calibrate the ensemble by class, and how far to trust a
 fine-tuned model instead. It distils the result into the averaged model. The method needs extra data:
-`data.auxiliary` examples per class, which are taken from the clients.
+`data.auxiliary` examples per class, held out before the long tail is cut. Of a rare class these may be more than all
+clients hold.
 
     server  theta <- FedAvg                                      theta_2 <- theta fine-tuned on the balanced set
             a_j = sigmoid(z_j . s + b_0), normalised over clients j;     ensemble = sum_j a_j z_j

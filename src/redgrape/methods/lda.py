@@ -1,8 +1,8 @@
 """LDA: a linear discriminant from sums over the clients, without training.
 
-The head is ours in its correction; the rest is Fisher's linear discriminant with a shrunken covariance. Clients send
-sums over the features of the received encoder, in evaluation mode. A secure sum can add them up. The encoder stays as
-it is, so it should be a pretrained one.
+The correction by rho is ours; the rest is Fisher's linear discriminant with a shrunken covariance. Clients send sums
+over the features of the received encoder, in evaluation mode. A secure sum can add them up. The encoder stays as it is,
+so it should be a pretrained one.
 
     client  n_k[c], s_k[c] = sum h over its examples of class c, Q_k = sum h h^T        once
     server  mu_c = s_c / N_c;   S = (Q - sum_c N_c mu_c mu_c^T) / (N - C)

@@ -4,7 +4,7 @@ Wang et al., "Addressing Class Imbalance in Federated Learning", AAAI 2021, http
 server trains a copy of the global model on each class of an auxiliary set separately and measures how the classifier
 moves. If one class moves an entry much more than any other class, the ratio of these movements tells how much weight
 the class needs. The clients weight their losses by it. The method needs extra data: `data.auxiliary` examples per
-class, which are taken from the clients.
+class, held out before the long tail is cut. Of a rare class these may be more than all clients hold.
 
     Delta_q = W after training on class q's auxiliary examples, minus W                          for every class q
     mask_p  = entries where Delta_p is the largest and no other class's |Delta| reaches 1/1.25 of it

@@ -31,7 +31,7 @@ class Line:
 
 
 SUMS = "sums alone, if it aggregates securely"
-ROWS = "which classes a client holds, unless floors keep them back"
+ROWS = "which classes a client holds, and a row of each, unless floors keep them back"
 SINGLE = "each client's update"
 _SEEN = (SUMS, ROWS, SINGLE)  # from the least to the most
 
