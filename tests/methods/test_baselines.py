@@ -635,14 +635,15 @@ def test_climb_is_its_formula() -> None:
     examples."""
     data, theta = federation(), parameters()
     dual = dict.fromkeys(range(4), 0.0)
-    for t, state in enumerate(run(CLIMB(eps=0.05, dual_lr=3.0, momentum=0.0, **FULL), data, count=4), start=1):
+    method = CLIMB(eps=0.05, dual_lr=3.0, momentum=0.0, server_lr=0.7, **FULL)
+    for t, state in enumerate(run(method, data, count=4), start=1):
         chosen = answered(data, t)
         f = {k: float(cross_entropy(outputs(theta, whole(data, k)[0]), whole(data, k)[1])) for k in chosen}
         mean = sum(f.values()) / len(chosen)
         w = {k: max(0.0, 1 + dual[k] - sum(dual.values()) / 4) * SIZES[k] for k in chosen}
         for k in chosen:
             dual[k] = min(100.0, max(0.0, dual[k] + 3.0 * (f[k] - mean - 0.05)))
-        theta = averaged(theta, {k: descend(theta, *whole(data, k), 4, 0.3) for k in chosen}, w)
+        theta = averaged(theta, {k: descend(theta, *whole(data, k), 4, 0.3) for k in chosen}, w, lr=0.7)
         same(state.server["model"], theta)
         assert state.server["dual"].tolist() == pytest.approx(list(dual.values()), abs=1e-10)
     assert max(dual.values()) > 0.1

@@ -100,6 +100,13 @@ def test_class_balanced_without_weights_is_fedavg() -> None:
     assert not torch.allclose(bias, plain)
 
 
+@pytest.mark.parametrize("method", [LDAM, ClassBalanced])
+def test_counts_of_all_clients_are_not_those_of_one(method: type[Method]) -> None:
+    """Each client has its own long tail, and together they have none."""
+    ours, theirs = (final(method(counts=source), 2, [[7, 3, 1], [1, 3, 7]])["model"] for source in ("global", "local"))
+    assert not torch.allclose(ours["classifier.weight"], theirs["classifier.weight"])
+
+
 def test_counts_are_asked_for_only_if_they_are_of_all_clients() -> None:
     for name in ("class_balanced", "ldam"):
         method = methods.load(name)

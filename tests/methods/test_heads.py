@@ -312,6 +312,20 @@ def shares(data: rg.Federation, k: int) -> tuple[Tensor, Tensor]:
     return (draws >= 0.3).nonzero().flatten(), (draws < 0.3).nonzero().flatten()
 
 
+def test_usual_rho_depends_on_the_number_of_classes() -> None:
+    assert [class_statistics.usual_rho(classes) for classes in (2, 20, 21, 100)] == [1.0, 1.0, 0.5, 0.5]
+
+
+def test_a_class_without_a_row_in_the_heads_does_not_choose_between_them() -> None:
+    """All examples of class 2 judge: its loss, whatever it is, says nothing about g and rho."""
+    sums = {
+        "examples": torch.tensor([9, 9, 1]),
+        "judging": torch.tensor([3, 3, 1]),
+        "losses": torch.tensor([[[3.0, 1.0]], [[3.0, 2.0]], [[0.0, 99.0]]], dtype=torch.float64),
+    }
+    assert LDA(held_out=0.3)._best(sums) == (0, 1)
+
+
 def test_no_share_sends_sums_over_fewer_examples_than_the_floor() -> None:
     """Of 8 or 9 examples of a class, a share of 0.3 would often be a single one, whose features the sum would be."""
     data = in_turns(pooled([[80, 40, 9, 8]]), 1)

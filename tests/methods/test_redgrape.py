@@ -524,6 +524,18 @@ def test_one_step_moves_the_classifiers_apart_by_lambda_times_the_local_gradient
             assert norm(apart[name]) == pytest.approx(0.2 * 0.5 * norm(g), rel=1e-10)
 
 
+@pytest.mark.parametrize("placement", ["after_step", "in_gradient"])
+def test_the_pull_goes_as_far_as_the_learning_rate_of_its_round(placement: Any) -> None:
+    """A quarter of the rate gives a quarter of the distance after the first step."""
+    server = with_prototypes(start(RedGrape(), linear()), [1, 3])
+    found = {}
+    for lr_schedule in ("constant", "linear"):
+        method = RedGrape(lr=0.2, lr_schedule=lr_schedule, lr_final=0.25, placement=placement, epochs=1, batch_size=64)
+        found[lr_schedule] = moved_apart(method, server, client(linear(), examples([3, 2, 1, 0]), round=5, rounds=5))
+    for name, far in found["constant"].items():
+        torch.testing.assert_close(found["linear"][name], far / 4, rtol=1e-10, atol=1e-14)
+
+
 def test_after_many_steps_the_classifiers_are_apart_by_the_sum_of_the_pulls(monkeypatch: pytest.MonkeyPatch) -> None:
     """W_i - W_hat_i = (W_0 - W_hat_0) - eta sum of the pulls, whatever momentum and clipping do to both alike."""
     method = RedGrape(lam=0.5, lr=0.2, placement="after_step", clip_norm=0.1, epochs=3, batch_size=4, threshold=3)
