@@ -132,7 +132,6 @@ class Method(LocalTraining, ABC):
     uses_auxiliary: ClassVar[bool] = False  # whether the server needs a balanced set of its own
     cheap: ClassVar[Mapping[str, Any]] = {}  # hyper-parameters that only reduce the work, for quick checks
     ingredient: ClassVar[str] = ""  # the choice that it makes for other methods too; see methods/_combination.py
-    is_combination: ClassVar[bool] = False
     fidelity: ClassVar[str] = ""  # its sources, and what is uncertain
 
     def __init__(self, **hyper_parameters: Any) -> None:

@@ -26,7 +26,7 @@ from redgrape.tree import Tensors, Tree
 if TYPE_CHECKING:
     from redgrape.exchange import Received
     from redgrape.learning.local_training import LocalTraining
-    from redgrape.method import ClientSite, Method, ServerSite
+    from redgrape.method import ClientSite, ServerSite
 
 PriorSource: TypeAlias = Literal["local", "global", "estimated"]
 
@@ -40,10 +40,11 @@ class Prior:
 
     source: PriorSource
 
-    def check(self, method: Method) -> None:
-        """Raise ValueError if the estimate would be silently wrong: it assumes plain sgd steps of one classifier."""
+    def check(self, method: LocalTraining, own: type[LocalTraining]) -> None:
+        """Raise ValueError if the estimate would be silently wrong: it assumes plain sgd steps of one classifier.
+        `own`: the class of the loss, which a combination inherits from."""
         plain = method.optimizer == "sgd" and method.clip_norm is None and not method.weight_decay
-        if self.source == "estimated" and (not plain or method.is_combination):
+        if self.source == "estimated" and (not plain or type(method) is not own):
             raise ValueError(
                 "prior=estimated needs sgd without clip_norm or weight_decay, and no combination; choose prior=global "
                 "or local"

@@ -101,7 +101,6 @@ def _inherit(name: str, bases: Sequence[type[Method]]) -> type[Method]:
         }
     made = cast("type[Method]", create_model(name, __base__=tuple(bases), __module__=__name__, **fields))
     made.__doc__ = "\n".join(f"{base.__name__}: {(base.__doc__ or '').strip()}" for base in reversed(bases))
-    made.is_combination = True
     made.presets = {"paper": {}}
     made.sums_of_states = tuple(group for base in bases for group in base.sums_of_states)
     made.uses_auxiliary = any(base.uses_auxiliary for base in bases)

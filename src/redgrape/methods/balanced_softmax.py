@@ -41,7 +41,7 @@ class BalancedSoftmax(FedAvg):
 
     @model_validator(mode="after")
     def _estimate_fits_training(self) -> Self:
-        Prior(self.prior).check(self)
+        Prior(self.prior).check(self, BalancedSoftmax)
         return self
 
     def survey(self, site: ClientSite) -> Tree:

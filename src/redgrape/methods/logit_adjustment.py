@@ -47,7 +47,7 @@ class LogitAdjustment(FedAvg):
 
     @model_validator(mode="after")
     def _prior_is_to_be_had(self) -> Self:
-        Prior(self.prior).check(self)
+        Prior(self.prior).check(self, LogitAdjustment)
         if self.stage == "post_hoc" and self.prior == "local":
             raise ValueError(
                 "stage is post_hoc with a local prior; the server has no counts: choose global or estimated"
