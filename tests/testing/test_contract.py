@@ -589,7 +589,8 @@ def test_every_method_keeps_the_contract_with_a_robust_rule(name: str, rule: Any
     case = Case(counts, float64_net, clients_per_round=7, rounds=2, exchange=Exchange(rule=rule, byzantine=2))
     method = small(methods.load(name)())
     if case.exchange.refuses(exchanged(method, server_site(case))[0], single=method.needs_single()):
-        assert name in SUMMING or (name, rule) in {("climb", "norm_clipping"), ("climb", "multi_krum")}
+        drifts = name in ("feddyn", "scaffold") and "krum" not in rule  # clients' states would part from their mean
+        assert drifts or name in SUMMING or (name, rule) in {("climb", "norm_clipping"), ("climb", "multi_krum")}
         return
     kept = [(passed, tree.to_bytes(passed.tree)) for passed in crossing(method, case)]
     for passed, bits in kept:
