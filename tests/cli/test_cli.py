@@ -1110,3 +1110,4 @@ def test_the_table_of_the_validation_set(command: Command, toml: Path) -> None:
     outcome = command("compare", "fedavg", *shared, "--on", "validation", "--out", "b")
     assert outcome.code == 2
     assert "-c data.validation=10" in outcome.err
+    assert not Path("b").exists(), "nothing is trained first"

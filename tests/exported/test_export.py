@@ -386,6 +386,7 @@ def test_the_card_of_a_model_without_a_federation(tmp_path: Path, where: dict[st
     )
     text = (export(run.path, tmp_path / "model") / "README.md").read_text()
     assert text.count(words) == 3  # what it is, its data, its privacy
+    assert "clients in each: all" in text and "from none" not in text
     assert "ederated" not in text and "partition" not in text
 
 

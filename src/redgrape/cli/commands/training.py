@@ -128,6 +128,8 @@ def compare(options: argparse.Namespace) -> None:
                 if any(path == other for *_, other in cells):
                     raise ConfigError(f"'{spec}' would run twice in '{path}'; name every method once")
                 cells.append((spec, each, path))
+    if options.on == "validation" and any(not experiment.data.validation for _, experiment, _ in cells):
+        raise ConfigError("--on validation needs validation examples; hold some out with -c data.validation=10")
     if options.dry_run:
         for spec, experiment, path in cells:
             if options.json:
