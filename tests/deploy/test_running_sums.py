@@ -153,7 +153,7 @@ def federated(tmp_path: Path) -> Federated:
 
 @pytest.fixture(params=[True, False], ids=["secure", "alone"])
 def deployment(request: pytest.FixtureRequest, tmp_path: Path, federated: Federated) -> Deployment:
-    values = {"min_count": 1, "min_clients": 1, "secure_aggregation": request.param, "class_rows": False}
+    values = {"min_count": 1, "min_clients": 1, "secure_aggregation": request.param, "class_rows": not request.param}
     create(tmp_path / "d", options(test=str(federated.folder / "test.npz"), **values))
     return Deployment(tmp_path / "d")
 
@@ -256,7 +256,8 @@ def test_a_method_that_cannot_begin_anew_leaves_the_site_out(deployment: Deploym
 
 def test_no_sum_is_made_without_a_site_that_lost_its_state(tmp_path: Path, federated: Federated) -> None:
     """The server would subtract it from the sum over all that follows, and have what that site added alone."""
-    create(tmp_path / "d", options(test=str(federated.folder / "test.npz"), secure_aggregation=True, class_rows=False))
+    policy = {"secure_aggregation": True, "class_rows": False, "min_clients": 1}
+    create(tmp_path / "d", options(test=str(federated.folder / "test.npz"), **policy))
     deployment = Deployment(tmp_path / "d")
     stages: list[tuple[int, int, str, bool]] = []
 
