@@ -411,6 +411,7 @@ RUNNING: Parts = {**DELTA, "tally": Sum(vector(0), running=True)}
 WHOLE: Parts = {**DELTA, "tally": Sum({"n": torch.tensor(0)})}
 STATISTICS: Parts = {**DELTA, "buffers": Statistics({"running_mean": torch.zeros(1)}, {})}
 WEIGHING: Parts = {**DELTA, "f": Scalar(torch.tensor(0.0), least=0.0, weighs=True)}
+KEPT: Parts = {"delta": Direction(vector(0), kept=True)}
 NOISE = {"clip": 1.0, "noise": 1.0}
 SINGLE = {"single": "the server looks at each"}
 
@@ -446,6 +447,14 @@ REFUSED: list[tuple[dict[str, Any], Parts, dict[str, Any], str]] = [
     (NOISE, DELTA, SINGLE, "exchange.noise hides single updates in an average, and the server looks at each"),
     (NOISE, DELTA, {"surveys": True}, "the method's survey is released without noise"),
     ({"class_clip": 1.0, "class_noise": 1.0}, GRADIENTS, {"surveys": True}, "the method's survey is released without"),
+    *[
+        (settings, KEPT, {}, f"clients keep what they send in their states, and exchange.{name} changes it")
+        for settings, name in (
+            ({"clip": 1.0}, "clip"),
+            *(({"rule": rule}, f"rule={rule}") for rule in ("median", "trimmed_mean", "norm_clipping")),
+        )
+    ],
+    ({"clip": 1.0}, WEIGHING, {}, "the method weighs clients in its own way, and exchange.clip weighs all alike"),
     (NOISE, DELTA, {"scaled": True}, "the columns of a table are scaled by means and deviations of the clients' rows"),
 ]
 
@@ -467,7 +476,7 @@ TOGETHER: list[tuple[dict[str, Any], Parts, dict[str, Any]]] = [
     (NOISE, {**DELTA, "buffers": Statistics({}, {})}, {}),
     ({"class_clip": 1.0, "class_noise": 1.0}, STATISTICS, SINGLE),  # there are no class rows to hide
     *[({"rule": rule}, COUNTED | STATISTICS, SINGLE) for rule in ("median", "trimmed_mean", "norm_clipping")],
-    *[({"rule": rule}, {**WHOLE, **REAL}, {}) for rule in ("krum", "multi_krum")],
+    *[({"rule": rule}, {**WHOLE, **REAL, **KEPT}, {}) for rule in ("krum", "multi_krum")],
     ({"rule": "norm_clipping"}, REAL, {}),
     *[({"rule": rule}, WEIGHING, {}) for rule in ("median", "trimmed_mean", "krum")],
 ]

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from redgrape.method import ClientId, ServerSite
 
 
-_OF_WHOLE_UPDATES = ("exchange.rule=krum", "exchange.rule=multi_krum")  # they choose updates and change none
+_AS_SENT = ("mean", "krum", "multi_krum")  # rules that choose updates, or take all, and change none
 
 
 class Exchange(BaseModel):
@@ -162,10 +162,10 @@ class Exchange(BaseModel):
                 "by the loss that it claims; choose median or trimmed_mean"
             )
         steps = [part for part in parts.values() if isinstance(part, Direction)]
-        changes = "exchange.clip" if self.clip is not None else f"exchange.rule={self.rule}"
-        if any(part.kept for part in steps) and changes not in ("exchange.rule=mean", *_OF_WHOLE_UPDATES):
+        if any(part.kept for part in steps) and (self.clip is not None or self.rule not in _AS_SENT):
+            setting = "clip" if self.clip is not None else f"rule={self.rule}"
             return (
-                f"clients keep what they send in their states, and {changes} changes it on the way: the server's mean "
+                f"clients keep what they send in their states, and exchange.{setting} changes it: the server's mean "
                 "would no longer be that of the states; choose krum, multi_krum or another method"
             )
         weighed = any(isinstance(part, Scalar) and part.weighs for part in parts.values())

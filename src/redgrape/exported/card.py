@@ -214,13 +214,13 @@ def _data(run: Mapping[str, Any]) -> str:
 def _training(card: Mapping[str, Any]) -> str:
     run, experiment = card["run"], card["run"]["experiment"]
     method = experiment["method"]
-    given = {"clients_per_round": experiment.get("clients_per_round"), "weights": experiment["net"].get("weights")}
-    sampled, start = (None if value == "none" else value for value in given.values())
+    sampled = str(experiment.get("clients_per_round", "none")).replace("none", "all")
+    start = experiment["net"].get("weights", "none")
     hyper = [[plain(name), plain(value)] for name, value in method.items() if name not in ("name", "preset")]
     facts = [
         f"method: {plain(method['name'])}, preset {plain(method['preset'])}",
-        f"net: {plain(card['net'])}, {plain(card['dtype'])}" + (f", from {plain(start)}" if start else ""),
-        f"rounds: {run['round']}; clients in each: {sampled or 'all'}; seed: {experiment['seed']}",
+        f"net: {plain(card['net'])}, {plain(card['dtype'])}" + (f", from {plain(start)}" if start != "none" else ""),
+        f"rounds: {run['round']}; clients in each: {sampled}; seed: {experiment['seed']}",
         f"versions: {', '.join(f'{name} {plain(version)}' for name, version in run['versions'].items())}",
     ]
     return f"{bullets(facts)}\n\n{table(['hyper-parameter', 'value'], hyper)}"

@@ -83,9 +83,8 @@ def notes(results: Sequence[Result]) -> list[str]:
     environment = results[0].runs[0].environment or {}
     names = [terminal.printable(name) for name in environment.get("class_names", [])]
     few = judged.notes(names, counts(results), environment.get("class_counts"), results[0].on)
-    if (
-        results[0].runs[0].experiment["data"]["imbalance"] == "natural"
-    ):  # else they are of images that the cut leaves out
+    data = results[0].runs[0].experiment["data"]
+    if data["imbalance"] == "natural":  # else they are mostly of examples that the cut leaves out
         few += judged.taken(names, environment.get("validation_counts"), environment.get("class_counts"))
     over = judged.over_classes(counts(results))
     return [*few, *([f"{TITLES['balanced']} is over {over}"] if over else []), *gap.notes(results)]
