@@ -72,19 +72,20 @@ def digests(paths: Iterable[Path]) -> dict[str, str]:
 
 
 def from_file(path: Path, what: str) -> ModuleType:
-    """The module in this file, which is run once."""
+    """The module in this file, which is run once, and again after an edit."""
     if not path.is_file():
         raise ConfigError(f"no {what} file at '{path}'; pass the path of a Python file")
     path = path.resolve()
-    module_name = f"{FILE_PREFIX}{hashlib.sha256(str(path).encode()).hexdigest()[:12]}"
+    code = path.read_bytes()
+    module_name = f"{FILE_PREFIX}{hashlib.sha256(str(path).encode() + code).hexdigest()[:12]}"
     if module_name not in sys.modules:
         spec = importlib.util.spec_from_file_location(module_name, path)
-        if spec is None or spec.loader is None:
+        if spec is None:
             raise ConfigError(f"'{path}' is not a Python file that can be imported")
         module = importlib.util.module_from_spec(spec)
         sys.modules[module_name] = module
         try:
-            spec.loader.exec_module(module)
+            exec(compile(code, path, "exec"), vars(module))  # noqa: S102  # as an import would, without its cache
         except Exception as error:
             del sys.modules[module_name]
             raise ConfigError(

@@ -106,7 +106,7 @@ def rounds(
             sampled = sample_clients(eligible, clients_per_round, site.seed, t)
             here = replace(site, round=t)
             with same_bits_everywhere():
-                broadcast = tree.ordered(method.broadcast(state.server))
+                broadcast = tree.ordered(_checked(method.broadcast(state.server), "the broadcast"))
                 before, clients, asked, states_lost = state.server, state.clients, sampled, dict[ClientId, StateLost]()
                 while True:
                     shelf.clear()
@@ -124,7 +124,7 @@ def rounds(
                 for k in set(sampled) - set(asked):
                     answers.take(k, states_lost[k])
                 received = answers.received(max(min_answers, exchange.fewest_answers()))
-                server = tree.owned(method.server_update(before, received, here))
+                server = tree.owned(_checked(method.server_update(before, received, here), "the server's state"))
                 if name := first_not_finite(tree.flatten(server)):
                     raise Diverged(f"DIVERGED in round {t}: server tensor '{name}' is not finite; {_ADVICE}")
                 record = {
@@ -142,6 +142,11 @@ def rounds(
                 new = {k: s for k, s in answers.states.items() if k in received.clients}
                 state = RunState(t, server, clients.updated(new) if new else clients, record)
             yield state
+
+
+def _checked(given: Tree, what: str) -> Tree:
+    tree.check_leaves(given, what)
+    return given
 
 
 # The keys of a round's record, the same for every method. A method may add more with `log`.

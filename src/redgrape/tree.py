@@ -107,6 +107,8 @@ def from_bytes(data: bytes) -> dict[str, Any]:
 
 def check_leaves(tree: Tree, where: str) -> None:
     """Raise TypeError at the first leaf that is not a tensor, or name that cannot be joined by `/`."""
+    if not isinstance(tree, Mapping):
+        raise TypeError(f"{where} is a {type(tree).__name__}; it must be a dict of tensors")
     for name, value in tree.items():
         if not isinstance(name, str) or not name or "/" in name:
             raise TypeError(f"{where}: {name!r} is not a name without '/'")

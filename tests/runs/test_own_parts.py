@@ -149,6 +149,16 @@ def test_names_that_lead_nowhere(name: str, line: str, code: Path, tmp_path: Pat
     assert line in f"{type(error.value).__name__}: {error.value}"
 
 
+def test_an_edited_file_is_run_again(tmp_path: Path) -> None:
+    """As in a notebook: edit, load, and the new code is there, also within the same second."""
+    file = tmp_path / "mine.py"
+    file.write_text("def net(): return 1\n")
+    first = own_code.load(f"{file}:net", "net")
+    assert own_code.load(f"{file}:net", "net") is first
+    file.write_text("def net(): return 2\n")
+    assert (first(), own_code.load(f"{file}:net", "net")()) == (1, 2)
+
+
 def test_files_of_one_name_must_be_one_file(code: Path, tmp_path: Path) -> None:
     other = tmp_path / "other" / "mine.py"
     other.parent.mkdir()

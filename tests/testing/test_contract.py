@@ -519,9 +519,41 @@ def _below(broadcast):
     return broadcast["modle"]
 
 
+class ReturnsNone(FedAvg):
+    def client_update(self, broadcast, state, site):
+        super().client_update(broadcast, state, site)
+
+
+class BroadcastsNumber(FedAvg):
+    def broadcast(self, server):
+        return {**super().broadcast(server), "rate": 0.1}
+
+
+class ForgetsServer(FedAvg):
+    def server_update(self, server, received, site):
+        return None
+
+
+class WrongShape(FedAvg):
+    def client_update(self, broadcast, state, site):
+        update, state = super().client_update(broadcast, state, site)
+        return {**update, "delta": {name: t.reshape(-1)[:1] for name, t in update["delta"].items()}}, state
+
+
+class AssignsToSelf(FedAvg):
+    def client_update(self, broadcast, state, site):
+        self.last = state
+        return super().client_update(broadcast, state, site)
+
+
 @pytest.mark.parametrize(
     ("crashing", "words"),
     [
+        (AssignsToSelf, r"AssignsToSelf.client_update raises ValidationError: last: Instance is frozen \(.*:\d+, in"),
+        (ReturnsNone, r"ReturnsNone cannot run: .*client_update returns a NoneType; it must return \(update, state\)"),
+        (BroadcastsNumber, r"BroadcastsNumber cannot run: .*the broadcast/rate is a float; leaves must be tensors"),
+        (ForgetsServer, r"ForgetsServer cannot run: .*the server's state is a NoneType; it must be a dict of tensors"),
+        (WrongShape, r"WrongShape cannot run: .*'delta/.*' is \[1\]; it must be \["),
         (Misspelt, r"Misspelt.client_update raises KeyError: 'modle' \(.*, in client_update\)"),
         (Asserting, r"Asserting.server_update raises AssertionError: not the second round"),
         (CrashesBelow, r"CrashesBelow.client_update raises KeyError: 'modle' \(.*, in _below\)"),

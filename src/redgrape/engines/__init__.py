@@ -111,8 +111,11 @@ class ClientHalf:
         site = self.site(client, round)
         with same_bits_everywhere(), determinism.global_stream(determinism.key(self.seed, "global", round, client)):
             before = self.method.init_client(broadcast) if state is None else state
-            update, new = self.method.client_update(broadcast, before, site)
-            return Answer(self._leave(update, broadcast, site), new, round)
+            match self.method.client_update(broadcast, before, site):
+                case update, new:
+                    return Answer(self._leave(update, broadcast, site), new, round)
+                case other:
+                    raise TypeError(f"client_update returns a {type(other).__name__}; it must return (update, state)")
 
     def _leave(self, update: Tree, broadcast: Tree, site: ClientSite) -> Tree:
         if self.exchange.min_count == 1:

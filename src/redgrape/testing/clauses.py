@@ -14,6 +14,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
+from pydantic import ValidationError
 from torch import Tensor
 
 from redgrape import nets, tree
@@ -59,15 +60,16 @@ def clause(check: Callable[..., None]) -> Callable[..., None]:
 
 
 def check_runs(method: Method) -> None:
-    """Raise AssertionError if a function of the method raises in an ordinary run. No clause is to blame for that."""
+    """Raise AssertionError if an ordinary run raises. No clause is to blame for that."""
     try:
         run(small(method))
     except Exception as error:
         own = {c.__module__ for c in itertools.takewhile(lambda c: c is not Method, type(method).__mro__)}
-        for frame, _ in traceback.walk_tb(error.__traceback__):
-            if frame.f_globals.get("__name__") in own:  # the function that the engine called, not one below it
-                words = _sentence(error, _own_line(method, error))
-                raise AssertionError(f"{type(method).__name__}.{frame.f_code.co_name} raises {words}") from error
+        frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+        called = [frame.f_code.co_name for frame in frames if frame.f_globals.get("__name__") in own]
+        where = f".{called[0]} raises" if called else " cannot run:"  # the function that the engine called first
+        words = _sentence(error, _own_line(method, error))
+        raise AssertionError(f"{type(method).__name__}{where} {words}") from error
 
 
 def _own_line(method: Method, error: Exception) -> str:
@@ -84,6 +86,8 @@ def _sentence(error: Exception, own_line: str) -> str:
     """The first line of what was raised, with the last where the first only announces it; if the method raised it, its
     type and where."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
+    if isinstance(error, ValidationError):
+        lines = [f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors()]
     text = f"{lines[0]} {lines[-1]}" if lines[0].endswith(":") else lines[0]
     if own_line or not isinstance(error, AssertionError):
         text = f"{type(error).__name__}: {text}"
