@@ -350,6 +350,18 @@ def test_compare_takes_the_seed_of_the_experiment(command: Command, toml: Path, 
     assert planned.json()["experiment"]["seed"] == 5
 
 
+def test_compare_goes_on_after_a_method_that_diverges(command: Command, toml: Path) -> None:
+    arguments = ["--experiment", toml, "--out", "c", "--workers", 1, "--rounds", 1]
+    outcome = command("compare", "fedavg:lr=1e8", "redgrape", *arguments)
+    assert outcome.code == 3
+    rows = [line.split() for line in outcome.out.splitlines() if line.startswith(("fedavg", "redgrape"))]
+    assert [row[0] for row in rows] == ["fedavg:lr=1e8", "redgrape"]
+    assert set(rows[0][1:]) == {"–"} and "–" not in rows[1]
+    assert outcome.err.splitlines()[-1].startswith("redgrape: fedavg:lr=1e8: DIVERGED in round 1")
+    alone = command("compare", "fedavg:lr=1e8", *arguments)
+    assert (alone.code, alone.out) == (3, "")
+
+
 def test_compare_goes_on_where_it_was_left(command: Command, toml: Path, tmp_path: Path) -> None:
     arguments = ["compare", "fedavg", "--experiment", toml, "--out", "c", "--workers", 1]
     good(command(*arguments))

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from redgrape.cli.commands.training import carry_out, command_of, described, run_of, workers_of
+from redgrape.cli.commands.training import carry_out, command_of, described, raise_first, run_of, workers_of
 from redgrape.cli.main import ending_at_signals
 from redgrape.cli.publish import publish
 from redgrape.errors import BusyError, ConfigError, DataError, Diverged, RedgrapeError, StorageError, TooFewClients
@@ -67,7 +67,7 @@ def reproduce(options: argparse.Namespace) -> None:
     publish(table, folder, as_json=options.json)
     if page is not None:
         durable.replace_file(options.into, formats.insert(table, page).encode())
-    _raise_first(failures)
+    raise_first(failures)
 
 
 def sweep(options: argparse.Namespace) -> None:
@@ -89,7 +89,7 @@ def sweep(options: argparse.Namespace) -> None:
         notes += run_tables.notes(run_tables.collect(done, options.on))
     table = tables.build(suite, standings, on=options.on, command=_sweep_command(options), notes=notes)
     publish(table, options.out / options.name, as_json=options.json)
-    _raise_first(failures)
+    raise_first(failures)
 
 
 def _sweep_command(options: argparse.Namespace) -> str:
@@ -299,10 +299,3 @@ def _record(standings: Sequence[Standing], records: Path, name: str) -> None:
     if new:
         for path in found_cells.record([*reversed(new.values())], records / f"{name}.jsonl"):
             print(f"recorded: {path}", file=sys.stderr)
-
-
-def _raise_first(failures: Sequence[RedgrapeError]) -> None:
-    """Raise the first failure, after everything is written."""
-    if failures:
-        more = f" (and {len(failures) - 1} more cells failed)" if len(failures) > 1 else ""
-        raise type(failures[0])(f"{failures[0]}{more}")

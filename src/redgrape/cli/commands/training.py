@@ -20,7 +20,7 @@ from redgrape.cli.progress import Progress
 from redgrape.cli.publish import publish
 from redgrape.data.prepare import prepare
 from redgrape.engines import devices
-from redgrape.errors import ConfigError, DataError, StorageError, enough_memory, unknown
+from redgrape.errors import ConfigError, DataError, Diverged, RedgrapeError, StorageError, enough_memory, unknown
 from redgrape.methods import RECOMMENDED, WITHOUT_TRAINING
 from redgrape.privacy.disclosure import disclosed, leak_in_one_line
 from redgrape.reading import run_tables, run_view
@@ -143,25 +143,34 @@ def compare(options: argparse.Namespace) -> None:
         Standing(Cell({"method": spec}, e), run_view.RunView.read(path) if (path / "summary.json").exists() else None)
         for spec, e, path in cells
     ]
-    views: list[run_view.RunView] = []
+    done: list[tuple[str, run_view.RunView]] = []
+    failures: list[RedgrapeError] = []
     leaks: list[str] = []
     for i, (spec, experiment, path) in enumerate(cells):
         is_new = not (path / "experiment.toml").is_file()
         folder = RunFolder.create(path, experiment) if is_new else RunFolder.open(path)
         label = spec if len(cells) == len(options.methods) else f"{spec} {_told_apart(experiment)}"
         heading = run_of(i, standings, options) if len(cells) > 1 and not standings[i].finished else ""
-        has_trained = carry_out(folder, options, label, heading=heading, tell_data=i == 0)
-        views.append(run_view.RunView.read(path))
-        standings[i] = replace(standings[i], view=views[-1])
-        if has_trained and (line := leak_in_one_line(disclosed(views[-1]))) is not None:
+        try:
+            has_trained = carry_out(folder, options, label, heading=heading, tell_data=i == 0)
+        except Diverged as error:  # the others can still be compared
+            failures.append(Diverged(f"{label}: {error}"))
+            standings[i] = replace(standings[i], obstacle=str(error))
+            continue
+        view = run_view.RunView.read(path)
+        done.append((spec, view))
+        standings[i] = replace(standings[i], view=view)
+        if has_trained and (line := leak_in_one_line(disclosed(view))) is not None:
             leaks.append(line)
     tell_leaks(leaks, options)
-    for path, why in run_view.other_data(views).items():
+    for path, why in run_view.other_data([view for _, view in done]).items():
         raise StorageError(f"'{path}' cannot be compared: {why}; {REMEDY}")
-    results = run_tables.collect(zip([spec for spec, *_ in cells], views, strict=True), options.on)
+    results = run_tables.collect(done, options.on)
+    if not results:
+        raise_first(failures)
     picture = options.out / "per_class.png"
     run_tables.draw_per_class(results, picture)
-    specs = [r.label for r in results]
+    specs = list(dict.fromkeys(spec for spec, *_ in cells))
     suite = Suite(
         name=options.out.name,
         title=f"Comparison of {', '.join(specs)}",
@@ -180,6 +189,14 @@ def compare(options: argparse.Namespace) -> None:
         command=command_of(options, "compare", *options.methods, "--on", options.on),
     )
     publish(table, options.out, as_json=options.json, more={"picture": str(picture)})
+    raise_first(failures)
+
+
+def raise_first(failures: Sequence[RedgrapeError]) -> None:
+    """Raise the first failure, after everything is written."""
+    if failures:
+        more = f" (and {len(failures) - 1} more failed)" if len(failures) > 1 else ""
+        raise type(failures[0])(f"{failures[0]}{more}")
 
 
 def _recommended(options: argparse.Namespace) -> list[str]:
