@@ -951,7 +951,7 @@ def test_control_c_with_workers(command: Command, six_rounds: tuple[Path, Path],
     assert process.returncode == 130
     assert out == ""
     assert "Traceback" not in err
-    assert err.splitlines()[-1].startswith("redgrape: interrupted; run `redgrape resume RUN` to continue")
+    assert err.splitlines()[-1].startswith(f"redgrape: interrupted; run `redgrape resume {run}` to continue")
     check_gone(children)
     good(command("resume", run, "--workers", 1))
     assert written(run) == written(straight)

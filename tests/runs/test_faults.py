@@ -156,7 +156,8 @@ def test_signals(tmp_path: Path, tally: Tally, tries: list[tuple[str, int, int, 
         if count == 1:
             word = "interrupted" if number == signal.SIGINT else "terminated"
             assert len(result["said"]) == 1, result
-            assert result["said"][0].startswith(f"redgrape: {word}; run `redgrape resume RUN` to continue"), result
+            assert result["said"][0].startswith(f"redgrape: {word}; run `redgrape resume "), result
+            assert result["said"][0].endswith("` to continue from the last finished round"), result
         assert not any("Traceback" in line for line in result["said"]), result
         assert (result["again"], result["wrong"]) == (0, []), result
         survived += 1

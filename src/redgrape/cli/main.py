@@ -65,8 +65,9 @@ def _run(arguments: list[str]) -> int:
         return error.exit_code
     except KeyboardInterrupt as error:
         what = "terminated" if isinstance(error, _Terminated) else "interrupted"
-        again = "run the same command" if words and words[0] in GOING_ON else "run `redgrape resume RUN`"
-        print(f"redgrape: {what}; {again} to continue from the last finished round", file=sys.stderr)
+        (run,) = getattr(error, "__notes__", ["RUN"])
+        again = "run the same command" if words[0] in GOING_ON else f"run `redgrape resume {run}`"
+        print(f"redgrape: {what}; {printable(again)} to continue from the last finished round", file=sys.stderr)
         return ENDED[signal.SIGTERM if what == "terminated" else signal.SIGINT]
     except BrokenPipeError:  # the reader, such as `head`, has exited
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -356,6 +356,9 @@ def carry_out(
     except (ConfigError, DataError):
         folder.discard()  # an invalid run leaves nothing behind
         raise
+    except KeyboardInterrupt as error:
+        error.add_note(shlex.quote(str(folder.path)))  # for the line that tells how to continue
+        raise
     finally:
         for note in [*(this.data_notes if tell_data else []), *this.notes] if this else []:
             print(f"note: {printable(note)}", file=sys.stderr)
