@@ -18,6 +18,7 @@ from redgrape.determinism import same_bits_everywhere
 from redgrape.learning.margins import log_counts
 from redgrape.learning.regularisers import decorrelation, distillation
 from redgrape.methods.balanced_softmax import BalancedSoftmax
+from redgrape.methods.balancefl import BalanceFL
 from redgrape.methods.fedavg import FedAvg
 from redgrape.methods.fedlc import FedLC
 from redgrape.methods.fedlf import FedLF
@@ -220,3 +221,30 @@ def test_fedvls_is_the_sum_of_its_terms() -> None:
     method = FedVLS(lam=0.7, suppress=0.3, lr=lr, momentum=0.0, epochs=2, batch_size=8)
     found = rg.train(method, rg.Federation([data], data, C), net, rounds=1).server["model"]
     close({name: p.detach() for name, p in plain.named_parameters()}, found)
+
+
+class Louder(nn.Module):
+    """Doubles its input in training mode."""
+
+    def forward(self, h: Tensor) -> Tensor:
+        return 2 * h if self.training else h
+
+
+def louder() -> rg.Net:
+    made = net()
+    return rg.Net(nn.Sequential(*made.encoder, Louder()), made.classifier)
+
+
+@pytest.mark.parametrize("kind", [FedVLS, BalanceFL])
+def test_the_received_model_distils_in_evaluation_mode(kind: Any) -> None:
+    """In its first step a client has the received model. Distillation from it changes nothing, unless the two differ
+    because one of them trains."""
+    data = toys.examples([4, 4, 0, 0])
+
+    def one_step(lam: float, build: Any) -> dict[str, Tensor]:
+        method = kind(lam=lam, lr=0.1, momentum=0.0, epochs=1, batch_size=8)
+        found: dict[str, Tensor] = rg.train(method, rg.Federation([data], data, C), build, rounds=1).server["model"]
+        return found
+
+    close(one_step(0.0, net), one_step(5.0, net))
+    assert not torch.allclose(one_step(0.0, louder)["classifier.weight"], one_step(5.0, louder)["classifier.weight"])

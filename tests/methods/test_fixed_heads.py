@@ -111,6 +111,23 @@ def test_fednh_trains_the_encoder_towards_fixed_prototypes() -> None:
     close(server["model"]["encoder.0.weight"], torch.stack(ends).mean(dim=0))
 
 
+def test_fednh_takes_class_means_after_training() -> None:
+    """One full-batch step of each client, then the mean features of class 2: one example of the first, three of the
+    second."""
+    fixed = FedNH(rho=1.0, scale=2.0, learn_scale=False, **ONE_STEP)
+    W = states(fixed, build=encoding)[0]["model"]["classifier.weight"]
+    found = states(fixed.model_copy(update={"rho": 0.0}), build=encoding)[0]["model"]["classifier.weight"]
+    total = torch.zeros(6).double()
+    for x, y in clients():
+        net = encoding()
+        F.cross_entropy(2 * F.normalize(net.encoder(x), dim=1) @ W.T, y).backward()
+        for p in net.encoder.parameters():
+            p.data -= 0.1 * p.grad
+        h = net.encoder(x[y == 2]).detach()
+        total += len(h) * F.normalize(F.normalize(h, dim=1).mean(dim=0), dim=0)
+    close(found[2], F.normalize(total, dim=0))
+
+
 def test_class_vectors_have_equal_angles() -> None:
     for classes in (2, 3, 10):
         expected = torch.full((classes, classes), -1 / (classes - 1), dtype=torch.float64).fill_diagonal_(1)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 import redgrape as rg
 from redgrape import nets, tree
+from redgrape.data.augment import Augment
 from redgrape.determinism import same_bits_everywhere
 from redgrape.errors import ConfigError
 from redgrape.exchange import Exchange, Received
@@ -140,6 +141,20 @@ def test_prototypes_do_not_depend_on_how_the_examples_are_cut(monkeypatch: pytes
     assert cut["classes"].tolist() == [0, 1, 3]
     for name in ("weight", "bias"):
         torch.testing.assert_close(cut[name], whole[name], rtol=1e-13, atol=1e-13)
+
+
+@pytest.mark.parametrize("view", ["plain", "augmented"])
+def test_prototypes_are_of_plain_or_of_augmented_examples(view: Any) -> None:
+    """With a crop that shifts by up to two pixels, from the client's key."""
+    plain = examples([5, 3, 0, 0], IMAGE)
+    site = client(
+        functools.partial(double_net, "linear", IMAGE), rg.Examples(plain.x, plain.y, augment=Augment(crop=2))
+    )
+    sent = RedGrape(prototype_view=view)._local_prototypes(site.build(), site)
+    x = plain.x if view == "plain" else Augment(crop=2)(plain.x, site.generator("prototype view"))
+    net = site.build()
+    loss = F.cross_entropy(net(x)[:5], plain.y[:5])
+    torch.testing.assert_close(sent["weight"][0], torch.autograd.grad(loss, net.classifier.weight)[0])
 
 
 def test_a_single_example_leaks_its_features() -> None:

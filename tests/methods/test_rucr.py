@@ -92,6 +92,19 @@ def test_means_of_classes_that_the_client_lacks_do_not_count() -> None:
     assert tree.equal(moved(means), moved(lacking)) and not tree.equal(moved(means), moved(held))
 
 
+def test_the_contrast_knows_how_frequent_a_class_is_over_all_clients() -> None:
+    """The client's loss changes with the summed class counts, which are not its own, and not with their scale."""
+    site = rg.ClientSite(net, 1, C, 0, 1, 2, torch.device("cpu"), 0, toys.examples([5, 3, 0, 0]))
+    start, means = dict(net().state_dict()), toys.random(C, 6)
+
+    def moved(*counts: int) -> Any:
+        broadcast = {"model": start, "means": {"mean": means, "unit": means}, "class_counts": torch.tensor(counts)}
+        return RUCR(**LOCAL).client_update(broadcast, {}, site)[0]["delta"]
+
+    close(moved(9, 5, 3, 1), moved(18, 10, 6, 2))
+    assert not torch.allclose(moved(9, 5, 3, 1)["encoder.0.weight"], moved(5, 9, 3, 1)["encoder.0.weight"])
+
+
 def test_the_means_are_those_of_all_examples_at_the_received_model() -> None:
     """By counts, the mean of the clients' means is the mean of all; the unit vectors are averaged by counts too."""
     server = after(RUCR(**LOCAL), rounds=1)[0]
