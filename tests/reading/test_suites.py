@@ -1238,6 +1238,22 @@ def test_every_row_has_a_look_of_its_own() -> None:
         assert len(set(curves.looks(rows).values())) == count
 
 
+def test_the_picture_shows_what_was_run_where_it_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No row without a run is in the legend, and the first rounds, from 5 %, do not press the rest together."""
+    from matplotlib.figure import Figure
+
+    saved: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: saved.append(figure))
+    table = written("n", {"A": [0.9], "B": [None], "C": [0.8]})
+    for s in table.standings:
+        for record in s.view.metrics[:3] if s.view else []:
+            record["test"]["accuracy"] = 0.05
+    curves.draw(table, tmp_path / "curves.png")
+    (figure,) = saved
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["A", "C"]
+    assert figure.axes[0].get_ylim()[0] == pytest.approx(79)
+
+
 NASTY = {"=1+1": [0.5], r"50% & {a}_b \x ~^": [0.4], "a|b <i>": [0.3], "@x": [0.2]}
 
 

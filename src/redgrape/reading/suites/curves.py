@@ -16,7 +16,10 @@ from redgrape.reading.suites.tables import Table
 def draw(table: Table, path: Path) -> None:
     """Draw a PNG of the first measure of the suite. Needs matplotlib."""
     plt = run_tables.pyplot()
-    columns = [c for c in table.columns if any(e.values for e in table.entries if e.column == c)]
+    finished = [s for s in table.standings if s.finished]
+    with_curves = {_place(table, s)[1] for s in finished if s.view and len(s.view.metrics) > 1}
+    shown = with_curves or {_place(table, s)[1] for s in finished}  # a panel of levels alone says little
+    columns = [c for c in table.columns if c in shown]
     across = min(3, len(columns))
     down = math.ceil(len(columns) / across)
     figure, axes = plt.subplots(
@@ -27,9 +30,13 @@ def draw(table: Table, path: Path) -> None:
     for axis in axes.flat[len(columns) :]:
         axis.set_visible(False)
     for column, axis in zip(columns, axes.flat, strict=False):
+        lowest = 100.0
         for row in table.rows:
-            found = [s for s in table.standings if s.finished and _place(table, s) == (row, column)]
+            found = [s for s in finished if _place(table, s) == (row, column)]
             rounds, low, mean, high = _band(found, measure, table.on)
+            if not rounds:
+                continue
+            lowest = min(lowest, *(low[i] for i, number in enumerate(rounds) if number >= rounds[-1] / 10))
             colour, style = lines[row]
             label = printed(textwrap.fill(row, 40))
             if len(rounds) == 1:
@@ -38,12 +45,14 @@ def draw(table: Table, path: Path) -> None:
             axis.plot(rounds, mean, label=label, color=colour, linestyle=style, linewidth=1.6)
             if len(found) > 1:
                 axis.fill_between(rounds, low, high, color=colour, alpha=0.15, linewidth=0)
+        axis.set_ylim(bottom=lowest - 1)  # lines begin far below; they are to be told apart where they end
         axis.set_title(", ".join(column), fontsize=10)
         axis.set_xlabel("round")
         axis.xaxis.get_major_locator().set_params(integer=True)
         axis.set_ylabel(f"{table.on} accuracy, {run_tables.TITLES[measure]}, %")
         axis.grid(alpha=0.3)
-    figure.legend(*axes.flat[0].get_legend_handles_labels(), loc="outside right center", fontsize=8)
+    drawn = {label: line for axis in axes.flat for line, label in zip(*axis.get_legend_handles_labels(), strict=True)}
+    figure.legend(list(drawn.values()), list(drawn), loc="outside right center", fontsize=8)
     figure.suptitle(
         printed(table.suite.title if table.scale is None else f"{table.suite.title} ({table.scale})"),
         fontsize=10,
