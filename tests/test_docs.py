@@ -23,6 +23,7 @@ from redgrape import errors, methods, nets
 from redgrape.cli import parser
 from redgrape.data.sources import READERS
 from redgrape.methods.redgrape import RedGrape
+from redgrape.reading.suites import description
 from redgrape.runs.experiment import Experiment
 from redgrape.testing.clauses import engines_agree
 
@@ -148,9 +149,12 @@ def test_files_named_in_documents_and_scripts_exist() -> None:
 
 
 @by_page
-def test_toml_is_an_experiment(page: Path) -> None:
+def test_toml_is_an_experiment_or_a_suite(page: Path, tmp_path: Path) -> None:
     for block in blocks(page):
-        if block.language == "toml":
+        if block.language == "toml" and "[methods]" in block.text:
+            (tmp_path / "mine.toml").write_text(block.text)
+            description.read(tmp_path / "mine.toml")
+        elif block.language == "toml":
             Experiment.parse(tomllib.loads(block.text))
 
 

@@ -470,6 +470,33 @@ def test_a_suite_can_be_judged_by_held_out_examples(small: Path, command: Comman
     assert "validation accuracy in %" in good(command("reproduce", "held", "--seeds", "0")).out
 
 
+OWN = """
+title = "Mine beside others"
+rows = ["method"]
+measures = ["accuracy"]
+axes = { dataset = ["Digits"] }
+
+[methods]
+"FedAvg" = {}
+"Mine" = { method = { name = "mine.py" } }
+"""
+
+
+def test_a_suite_of_ones_own_shares_settings_and_cells(small: Path, command: Command, tmp_path: Path) -> None:
+    """FedAvg has been run for another suite. Only the own method is left to run."""
+    (tmp_path / "mine.toml").write_text(OWN)
+    (tmp_path / "mine.py").write_text(
+        "from redgrape.methods.fedavg import FedAvg\n\nclass Mine(FedAvg):\n    '''Mine.'''\n"
+    )
+    good(command("reproduce", "small", "--only", "digits", "fedavg"))
+    assert "2 cells: 1 done, 1 to run" in good(command("reproduce", "mine.toml", "--plan")).out
+    good(command("reproduce", "mine.toml"))
+    assert [e["row"] for e in table_of(tmp_path / "runs/mine-quick")["entries"]] == ["FedAvg", "Mine"]
+    assert "`redgrape reproduce mine.toml --scale quick`" in (tmp_path / "runs/mine-quick/table.md").read_text()
+    refused = command("reproduce", "nowhere.toml")
+    assert refused.code == 2 and "'nowhere.toml'" in refused.err and refused.err.count("\n") == 1
+
+
 def test_clients_alone_count_once_all_are_finished() -> None:
     cells = description.load("frozen100").cells("quick", [0], ["ir=100", "alone"])
     assert [cell.experiment.data.alone for cell in cells] == list("0123456789")

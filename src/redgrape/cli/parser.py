@@ -171,7 +171,9 @@ def _add_training(add: Add) -> None:
 
 def _add_suites(add: Add) -> None:
     command = add("reproduce", "reproduce", "run the experiments behind a table or figure of the paper, and write it")
-    command.add_argument("name", nargs="?", help="the suite, such as table2 or fig_lambda (default: list all suites)")
+    command.add_argument(
+        "name", nargs="?", help="the suite, such as table2, or your own, mine.toml (default: list all suites)"
+    )
     command.add_argument(
         "--scale",
         choices=["paper", "study", "quick"],

@@ -52,7 +52,7 @@ def reproduce(options: argparse.Namespace) -> None:
     if options.record:
         with found_cells.choosing(options.out):
             _record(standings, options.results, home.name)
-    words = ["redgrape", "reproduce", suite.name, "--scale", options.scale]
+    words = ["redgrape", "reproduce", options.name, "--scale", options.scale]
     words += ["--only", *options.only] if options.only else []
     words += ["--seeds", ",".join(map(str, options.seeds))] if options.seeds else []
     table = tables.build(

@@ -302,20 +302,25 @@ class Suite:
 
 
 def load(name: str) -> Suite:
-    """Load the suite of this name."""
+    """Load the suite of this name, or your own by its file."""
+    if name.endswith(".toml"):
+        return read(Path(name))
     if name not in files.names():
         raise unknown("suite", name, files.names())
     return read(files.folder() / f"{name}.toml")
 
 
 def read(path: Path) -> Suite:
-    """Read a suite from its file. The shared settings are in the same folder."""
-    settings = _parsed(path.with_name(f"{files.SETTINGS}.toml"), Settings)
+    """Read a suite from its file. Other files that it names, and the shared settings, are beside it or redgrape's."""
+
+    def other(name: str) -> Path:
+        beside = path.with_name(f"{name}.toml")
+        return beside if beside.is_file() else files.folder() / beside.name
+
+    settings = _parsed(other(files.SETTINGS), Settings)
     described = _parsed(path, Description)
-    cells = (
-        described if described.cells_of is None else _parsed(path.with_name(f"{described.cells_of}.toml"), Description)
-    )
-    named = cells if cells.methods_of is None else _parsed(path.with_name(f"{cells.methods_of}.toml"), Description)
+    cells = described if described.cells_of is None else _parsed(other(described.cells_of), Description)
+    named = cells if cells.methods_of is None else _parsed(other(cells.methods_of), Description)
     rows = [
         Rule(when={"method": label}, set={key: value for key, value in keys.items() if key != "after"})
         for label, keys in named.methods.items()
