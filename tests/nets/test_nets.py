@@ -183,6 +183,16 @@ def test_option_a_takes_every_second_pixel_between_zero_channels():
     assert torch.equal(y[0, 8], torch.tensor([[0.0, 2, 4], [10, 12, 14]]))
 
 
+def test_option_a_passes_the_gradient_on_in_its_memory_format():
+    """Channels last: in another format, the sums and ReLUs of all blocks before it would be slow."""
+    x = torch.randn(2, 16, 6, 6).contiguous(memory_format=torch.channels_last).requires_grad_()
+    y: Tensor = shortcuts("resnet8")[0](x)
+    (gradient,) = torch.autograd.grad(y.square().sum(), x)
+    assert gradient.is_contiguous(memory_format=torch.channels_last)
+    assert torch.equal(gradient[:, :, ::2, ::2], 2 * x.detach()[:, :, ::2, ::2])
+    assert gradient.count_nonzero() == 2 * 16 * 9
+
+
 @pytest.mark.parametrize(("name", "fan"), [("resnet56", "in"), ("resnet8x4", "out"), ("resnet56_bottleneck", "out")])
 def test_convolutions_start_normal_with_variance_two_over_fan(name, fan):
     net = nets.build(name, PHOTO, 10, seed=0)

@@ -33,16 +33,10 @@ NO_AUGMENTATION = Augment()
 
 
 def _random_crop(x: Tensor, padding: int, generator: torch.Generator) -> Tensor:
-    n, channels, height, width = x.shape
-    padded = F.pad(x, (padding,) * 4)
-    top = torch.randint(0, 2 * padding + 1, (n, 1), generator=generator) + torch.arange(height)
-    left = torch.randint(0, 2 * padding + 1, (n, 1), generator=generator) + torch.arange(width)
-    return padded[
-        torch.arange(n)[:, None, None, None],
-        torch.arange(channels)[None, :, None, None],
-        top[:, None, :, None],
-        left[:, None, None, :],
-    ]
+    n, _, height, width = x.shape
+    top, left = (torch.randint(0, 2 * padding + 1, (n,), generator=generator) for _ in range(2))
+    windows = F.pad(x, (padding,) * 4).unfold(2, height, 1).unfold(3, width, 1)  # [n, channels, top, left, ...]
+    return windows[torch.arange(n), :, top, left]
 
 
 def _cutout(x: Tensor, size: int, generator: torch.Generator) -> Tensor:

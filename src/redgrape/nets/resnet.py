@@ -145,7 +145,8 @@ class _ZeroPadding(nn.Module):
         self.padding = (outputs - inputs) // 2
 
     def forward(self, x: Tensor) -> Tensor:
-        return nn.functional.pad(x[:, :, :: self.stride, :: self.stride], (0, 0, 0, 0, self.padding, self.padding))
+        x = nn.functional.avg_pool2d(x, 1, self.stride)  # x[:, :, ::s, ::s], but the gradient keeps its memory format
+        return nn.functional.pad(x, (0, 0, 0, 0, self.padding, self.padding))
 
 
 def _projection(inputs: int, outputs: int, stride: int) -> nn.Module:
