@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import redgrape as rg
 from redgrape import nets, tree
@@ -26,6 +26,13 @@ def examples(counts: Sequence[int], seed: int = 0, shape: tuple[int, ...] = VECT
     y = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
     noise = torch.randn(len(y), *shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     return rg.Examples(noise + y.reshape(-1, *[1] * len(shape)), y)
+
+
+def net() -> rg.Net:
+    """A small net with a curved loss for such examples of four classes, always the same."""
+    with torch.random.fork_rng():
+        torch.manual_seed(5)
+        return rg.Net(nn.Sequential(nn.Linear(*VECTOR, 6), nn.Tanh()), nn.Linear(6, 4)).double()
 
 
 def federation(*counts: Sequence[int], shape: tuple[int, ...] = VECTOR, **options: Any) -> rg.Federation:

@@ -14,16 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from redgrape import tree
-from redgrape.determinism import same_bits_everywhere
 from redgrape.exchange import tables
 from redgrape.exchange.tables import contributors, mean_over_holders
 from redgrape.learning.classifier import table_sum
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    with same_bits_everywhere():
-        yield
 
 
 def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:

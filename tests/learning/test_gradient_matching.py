@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,7 +12,6 @@ from torch import Tensor, nn
 
 import redgrape as rg
 from redgrape.data.augment import Augment
-from redgrape.determinism import same_bits_everywhere
 from redgrape.engines import ClientHalf
 from redgrape.engines.in_process import InProcess
 from redgrape.errors import ConfigError
@@ -29,12 +27,6 @@ from toys import random
 
 CPU, C = torch.device("cpu"), CLASSES
 TINY: dict[str, Any] = {"features_per_class": 3, "match_steps": 2, "retrain_epochs": 2, "epochs": 1, "batch_size": 4}
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    with same_bits_everywhere():
-        yield
 
 
 def published_distance(

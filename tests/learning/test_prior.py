@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import hypothesis
@@ -16,7 +15,6 @@ from torch import Tensor, nn
 
 import redgrape as rg
 from redgrape import nets
-from redgrape.determinism import same_bits_everywhere
 from redgrape.engines import ClientHalf
 from redgrape.engines.in_process import InProcess
 from redgrape.engines.pool import Pool
@@ -30,12 +28,6 @@ from redgrape.rounds import RunState, rounds
 
 C, CPU = 4, torch.device("cpu")
 LINEAR = functools.partial(nets.build, "linear", (3,), C, seed=0)
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    with same_bits_everywhere():
-        yield
 
 
 def examples(counts: list[int], seed: int = 0, dimensions: int = 3, mean: float = 0.0) -> rg.Examples:

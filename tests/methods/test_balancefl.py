@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,30 +13,18 @@ from torch import Tensor, nn
 import redgrape as rg
 import toys
 from redgrape import methods, tree
-from redgrape.determinism import same_bits_everywhere
 from redgrape.learning.class_draws import equally_often
 from redgrape.method import ClientSite
 from redgrape.methods.balancefl import BalanceFL, drawn, spread, summed_entropy
 from redgrape.methods.fedavg import FedAvg
 from redgrape.methods.over_sampling import OverSampling
+from toys import net
 
 C = 4
 COMPLETE = [[5, 3, 1, 1], [2, 2, 3, 3], [1, 4, 4, 1]]
 SKEWED = [[9, 4, 1, 0], [0, 7, 3, 0], [4, 0, 0, 0]]
 LOCAL: dict[str, Any] = {"lr": 0.1, "epochs": 2, "batch_size": 4}
 BARE: dict[str, Any] = {"lam": 0.0, "entropy": 0.0, "noise": 0.0}
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    with same_bits_everywhere():
-        yield
-
-
-def net() -> rg.Net:
-    with torch.random.fork_rng():
-        torch.manual_seed(5)
-        return rg.Net(nn.Sequential(nn.Linear(5, 6), nn.Tanh()), nn.Linear(6, C)).double()
 
 
 def site(data: rg.Examples) -> ClientSite:

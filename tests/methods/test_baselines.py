@@ -4,7 +4,7 @@ with one another, and numbers worked out by hand. CReFF and the class priors hav
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,6 @@ from torch import Tensor, nn
 import redgrape as rg
 from redgrape import methods, tree
 from redgrape.data.prepare import DataOptions, prepare
-from redgrape.determinism import same_bits_everywhere
 from redgrape.engines import ClientHalf
 from redgrape.engines.in_process import InProcess
 from redgrape.errors import ConfigError
@@ -43,12 +42,6 @@ from toys import random
 
 CPU, C = torch.device("cpu"), 3
 Named = dict[str, Tensor]
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    with same_bits_everywhere():
-        yield
 
 
 def examples(counts: Sequence[int], seed: int = 0, shape: tuple[int, ...] = (4,)) -> rg.Examples:

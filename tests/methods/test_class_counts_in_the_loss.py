@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 import redgrape as rg
 from redgrape import methods, testing, tree
-from redgrape.determinism import same_bits_everywhere
 from redgrape.learning.prior import effective_number_weights
 from redgrape.method import Method
 from redgrape.methods.class_balanced import ClassBalanced
@@ -22,12 +21,6 @@ from toys import VECTOR, federation
 
 COUNTS = [5, 3, 0], [0, 4, 0], [2, 1, 3], [1, 0, 1]
 PLAIN: dict[str, Any] = {"epochs": 1, "batch_size": 100, "momentum": 0.0, "lr": 0.5, "clip_norm": None}
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    with same_bits_everywhere():
-        yield
 
 
 def build() -> rg.Net:

@@ -10,7 +10,6 @@ import torch
 
 import redgrape as rg
 from redgrape import methods, nets, testing, tree
-from redgrape.determinism import same_bits_everywhere
 from redgrape.engines import ClientHalf
 from redgrape.engines.in_process import InProcess
 from redgrape.errors import ConfigError, TooFewClients
@@ -26,12 +25,6 @@ from redgrape.training import Training
 from toys import VECTOR, Summing, federation, server_site
 
 COUNTS = [5, 3, 1], [8, 0, 0], [2, 1, 3], [1, 0, 1]
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    with same_bits_everywhere():
-        yield
 
 
 def build() -> rg.Net:

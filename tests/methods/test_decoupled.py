@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,7 +10,6 @@ import torch.nn.functional as F
 
 import redgrape as rg
 from redgrape import methods, testing
-from redgrape.determinism import same_bits_everywhere
 from redgrape.learning.decoupling import in_second_stage
 from redgrape.method import Method
 from redgrape.methods.crt import CRT
@@ -22,12 +20,6 @@ from toys import federation
 
 COUNTS = [6, 3, 0], [0, 4, 2], [3, 3, 3]
 HEAD = ("classifier.weight", "classifier.bias")
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    with same_bits_everywhere():
-        yield
 
 
 def build() -> rg.Net:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,7 +14,6 @@ from torch import Tensor, nn
 import redgrape as rg
 import toys
 from redgrape import tree
-from redgrape.determinism import same_bits_everywhere
 from redgrape.learning.margins import log_counts
 from redgrape.learning.regularisers import decorrelation, distillation
 from redgrape.methods.balanced_softmax import BalancedSoftmax
@@ -25,23 +24,12 @@ from redgrape.methods.fedlf import FedLF
 from redgrape.methods.fedrod import FedRoD
 from redgrape.methods.fedrs import FedRS
 from redgrape.methods.fedvls import FedVLS, suppression
+from toys import net
 
 C = 4
 COMPLETE = [[5, 3, 1, 1], [2, 2, 3, 3], [1, 4, 4, 1]]  # every client holds every class
 SKEWED = [[9, 4, 1, 0], [0, 7, 3, 0], [4, 0, 0, 0]]
 LOCAL: dict[str, Any] = {"lr": 0.1, "epochs": 2, "batch_size": 4}
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    with same_bits_everywhere():
-        yield
-
-
-def net() -> rg.Net:
-    with torch.random.fork_rng():
-        torch.manual_seed(5)
-        return rg.Net(nn.Sequential(nn.Linear(5, 6), nn.Tanh()), nn.Linear(6, C)).double()
 
 
 def after(method: rg.Method, counts: list[list[int]] = SKEWED, rounds: int = 2) -> Any:

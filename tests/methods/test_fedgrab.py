@@ -3,38 +3,26 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 import redgrape as rg
 import toys
-from redgrape.determinism import same_bits_everywhere
 from redgrape.method import ClientSite
 from redgrape.methods.fedavg import FedAvg
 from redgrape.methods.fedgrab import FedGraB, response
 from redgrape.tree import Tree
+from toys import net
 
 C = 4
 SKEWED = [[9, 4, 1, 0], [0, 7, 3, 0], [4, 0, 0, 0]]
 LOCAL: dict[str, Any] = {"lr": 0.1, "epochs": 2, "batch_size": 4}
 OFF: dict[str, Any] = {"proportional": 0.0, "integral": 0.0, "derivative": 0.0}
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    with same_bits_everywhere():
-        yield
-
-
-def net() -> rg.Net:
-    with torch.random.fork_rng():
-        torch.manual_seed(5)
-        return rg.Net(nn.Sequential(nn.Linear(5, 6), nn.Tanh()), nn.Linear(6, C)).double()
 
 
 def last(method: rg.Method, data: rg.Federation, rounds: int = 2) -> Any:

@@ -2,37 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
-import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 import redgrape as rg
 import toys
 from redgrape import tree
-from redgrape.determinism import same_bits_everywhere
 from redgrape.learning import classifier
 from redgrape.methods.fedavg import FedAvg
 from redgrape.methods.fednpc import FedNPC
+from toys import net
 
 C = 4
 SKEWED = [[9, 4, 1, 0], [0, 7, 3, 0], [4, 0, 0, 0]]
 LOCAL: dict[str, Any] = {"lr": 0.1, "epochs": 2, "batch_size": 4}
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    with same_bits_everywhere():
-        yield
-
-
-def net() -> rg.Net:
-    with torch.random.fork_rng():
-        torch.manual_seed(5)
-        return rg.Net(nn.Sequential(nn.Linear(5, 6), nn.Tanh()), nn.Linear(6, C)).double()
 
 
 def server(method: rg.Method) -> Any:

@@ -3,37 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 import redgrape as rg
 import toys
 from redgrape import methods, tree
-from redgrape.determinism import same_bits_everywhere
 from redgrape.methods.balanced_softmax import BalancedSoftmax
 from redgrape.methods.fedavg import FedAvg
 from redgrape.methods.fedrela import FedReLa, drawn, flip_chances, labelled
+from toys import net
 
 C = 4
 SKEWED = [[40, 4, 1, 0], [3, 17, 30, 0], [4, 0, 0, 0]]
 EQUAL = [[3, 3, 3, 3]] * 3
 LOCAL: dict[str, Any] = {"lr": 0.1, "epochs": 2, "batch_size": 4}
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    with same_bits_everywhere():
-        yield
-
-
-def net() -> rg.Net:
-    with torch.random.fork_rng():
-        torch.manual_seed(5)
-        return rg.Net(nn.Sequential(nn.Linear(5, 6), nn.Tanh()), nn.Linear(6, C)).double()
 
 
 def states(method: rg.Method, counts: list[list[int]] = SKEWED, rounds: int = 4) -> list[Any]:

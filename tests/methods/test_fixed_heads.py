@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 import redgrape as rg
 import toys
-from redgrape.determinism import same_bits_everywhere
 from redgrape.learning.classifier import equiangular
 from redgrape.methods.fedetf import FedETF
 from redgrape.methods.fedloge import FedLoGe, shaped
@@ -22,12 +19,6 @@ from redgrape.training import Training
 C, D = 4, 5
 COUNTS = [[9, 4, 1, 0], [2, 7, 3, 0]]
 ONE_STEP: dict[str, Any] = {"lr": 0.1, "momentum": 0.0, "epochs": 1, "batch_size": 100}
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    with same_bits_everywhere():
-        yield
 
 
 def linear() -> rg.Net:

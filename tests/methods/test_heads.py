@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -17,7 +17,7 @@ import redgrape as rg
 import toys
 from redgrape import tree
 from redgrape.data.federation import Declared
-from redgrape.determinism import same_bits_everywhere, torch_stream
+from redgrape.determinism import torch_stream
 from redgrape.engines import ClientHalf, StateLost
 from redgrape.engines.in_process import InProcess
 from redgrape.errors import ConfigError
@@ -33,12 +33,6 @@ from redgrape.training import Training
 C, D = 4, 6
 LONG_TAILED = [[30, 5, 0, 0], [3, 0, 9, 1], [10, 8, 2, 0], [6, 1, 1, 1]]
 METHODS = [LDA(), LDA(g=0.2, rho=0.3, tau=0.5), NCM(), Fed3R(), Fed3R.preset("released")]
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    with same_bits_everywhere():
-        yield
 
 
 def net(bias: bool = True) -> rg.Net:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -15,7 +15,6 @@ from torch import Tensor
 import redgrape as rg
 from redgrape import nets, tree
 from redgrape.data.augment import Augment
-from redgrape.determinism import same_bits_everywhere
 from redgrape.errors import ConfigError
 from redgrape.exchange import Exchange, Received
 from redgrape.learning import classifier
@@ -27,12 +26,6 @@ from toys import random
 
 IMAGE, VECTOR, C = (1, 8, 8), (5,), 4
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    with same_bits_everywhere():
-        yield
 
 
 def examples(counts: Sequence[int], shape: tuple[int, ...] = VECTOR, seed: int = 1) -> rg.Examples:

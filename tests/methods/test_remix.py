@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,17 +10,10 @@ import torch.nn.functional as F
 
 import redgrape as rg
 from redgrape import methods, testing
-from redgrape.determinism import same_bits_everywhere
 from redgrape.errors import ConfigError
 from redgrape.method import ClientSite
 from redgrape.methods.remix import Remix
 from toys import VECTOR, examples, federation
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    with same_bits_everywhere():
-        yield
 
 
 def build() -> rg.Net:

@@ -3,36 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 import redgrape as rg
 import toys
 from redgrape import tree
-from redgrape.determinism import same_bits_everywhere
 from redgrape.methods.fedavg import FedAvg
 from redgrape.methods.rucr import RUCR, contrast
+from toys import net
 
 C = 4
 SKEWED = [[9, 4, 1, 0], [0, 7, 3, 0], [4, 0, 0, 0]]  # nobody holds class 3
 LOCAL: dict[str, Any] = {"lr": 0.1, "epochs": 2, "batch_size": 4}
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    with same_bits_everywhere():
-        yield
-
-
-def net() -> rg.Net:
-    with torch.random.fork_rng():
-        torch.manual_seed(5)
-        return rg.Net(nn.Sequential(nn.Linear(5, 6), nn.Tanh()), nn.Linear(6, C)).double()
 
 
 def after(method: rg.Method, rounds: int = 2, data: rg.Federation | None = None) -> list[Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any, Literal
 
 import numpy as np
@@ -13,7 +12,6 @@ from torch import Tensor, nn
 
 import redgrape as rg
 from redgrape import methods, tree
-from redgrape.determinism import same_bits_everywhere
 from redgrape.engines import ClientHalf
 from redgrape.engines.in_process import InProcess
 from redgrape.errors import ConfigError
@@ -28,12 +26,6 @@ C, D = 4, 6
 SIZES = [[12, 5, 0, 0], [3, 0, 9, 1], [0, 8, 2, 0], [6, 1, 1, 0], [9, 4, 0, 2]]
 SMALL: dict[str, Any] = {"epochs": 2, "batch_size": 8, "lr": 0.05}
 AS_REDGRAPE: dict[str, Any] = {"margin": 0.0, "extra_init": "default", "length": "batch"}
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    with same_bits_everywhere():
-        yield
 
 
 def net() -> rg.Net:

@@ -8,7 +8,7 @@ import math
 import stat
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -23,7 +23,6 @@ import redgrape as rg
 import toys
 from redgrape import methods, nets, tree
 from redgrape.cli import main as cli
-from redgrape.determinism import same_bits_everywhere
 from redgrape.engines import ClientHalf
 from redgrape.errors import ConfigError, StorageError
 from redgrape.exchange import ClassRows, Count, Direction, Exchange, Parts, Received
@@ -46,14 +45,6 @@ from redgrape.runs.folder import RunFolder
 from redgrape.runs.run import Run
 from redgrape.testing import cases, clauses
 from redgrape.testing import engines as testing_engines
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """As the server half runs; several threads on small tensors take longer."""
-    with same_bits_everywhere():
-        yield
-
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
