@@ -65,7 +65,7 @@ def _run(arguments: list[str]) -> int:
         return error.exit_code
     except KeyboardInterrupt as error:
         what = "terminated" if isinstance(error, _Terminated) else "interrupted"
-        (run,) = getattr(error, "__notes__", ["RUN"])
+        run = getattr(error, "__notes__", ["RUN"])[0]
         again = "run the same command" if words[0] in GOING_ON else f"run `redgrape resume {run}`"
         print(f"redgrape: {what}; {printable(again)} to continue from the last finished round", file=sys.stderr)
         return ENDED[signal.SIGTERM if what == "terminated" else signal.SIGINT]
