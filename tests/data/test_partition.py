@@ -155,6 +155,19 @@ def test_creff_groups_are_skewed_but_equal_in_size() -> None:
     assert (counts > 0).sum() < 0.7 * (iid > 0).sum()
 
 
+def test_creff_has_the_skew_of_the_published_code() -> None:
+    """The figures are those of sample_dirichlet.py of CReFF's code over 150 seeds: 5.63 classes a client, a distance of
+    0.437 to the global mixture, and 4.17 effective holders of each of the three rarest classes."""
+    labels = long_tailed(10, 5000, 100)
+    drawn = [counts_of(partition(labels, "creff", 20, 0.5, seed), labels, 10) for seed in range(30)]
+    prior = np.bincount(labels) / len(labels)
+    assert np.mean([(counts > 0).sum(axis=1).mean() for counts in drawn]) == pytest.approx(5.63, abs=0.25)
+    distances = [np.abs(counts / counts.sum(axis=1, keepdims=True) - prior).sum(axis=1).mean() / 2 for counts in drawn]
+    assert np.mean(distances) == pytest.approx(0.437, abs=0.015)
+    rarest = [counts[:, -3:] / counts[:, -3:].sum(axis=0) for counts in drawn]
+    assert np.mean([(1 / (shares**2).sum(axis=0)).mean() for shares in rarest]) == pytest.approx(4.17, abs=0.4)
+
+
 def test_creff_closes_clients_that_hold_their_share() -> None:
     """The head classes fill some clients, and so the tail goes to the others even where alpha asks for equal parts."""
     labels = long_tailed(10, 5000, 100)

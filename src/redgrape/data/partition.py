@@ -7,6 +7,7 @@ are not comparable: see the docstring of each kind.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -137,8 +138,8 @@ def _creff(labels: Rows, clients: int, alpha: float, seed: int) -> Rows:
     """CReFF's partition (Shang et al., IJCAI 2022): clients in groups of ten, each group on a random chunk of the rows.
 
     In a group each class is divided by Dir(alpha 1) among the clients that hold less than their share so far. The group
-    is drawn again while a client has less than half of its share. Finally all rows, in the order of their clients, are
-    cut into equal parts, which shifts every boundary a little.
+    is drawn again while a client has less than half of its share. Finally all rows, by client and in a client by class,
+    are cut into equal parts. So a boundary that moves takes few classes along. Boundaries are truncated, as in its code.
     """
     random = numpy_stream(seed, "partition creff")
     shuffled = random.permutation(len(labels))
@@ -148,7 +149,7 @@ def _creff(labels: Rows, clients: int, alpha: float, seed: int) -> Rows:
     for end, rows in zip(ends, np.split(shuffled, ends[:-1] * len(labels) // clients), strict=True):
         owner[rows] = first + _creff_group(labels[rows], end - first, alpha, random)
         first = end
-    in_order = shuffled[np.argsort(owner[shuffled], kind="stable")]
+    in_order = shuffled[np.lexsort((labels[shuffled], owner[shuffled]))]
     for client, rows in enumerate(np.array_split(in_order, clients)):
         owner[rows] = client
     return owner
@@ -162,7 +163,8 @@ def _creff_group(labels: Rows, clients: int, alpha: float, random: np.random.Gen
         for c in np.unique(labels):
             rows = np.flatnonzero(labels == c)
             open_clients = np.flatnonzero(sizes < share)  # Dir(alpha), masked and normalised, is Dir on the rest
-            owner[rows] = open_clients[_cut(len(rows), _dirichlet(random, np.full(len(open_clients), alpha)))]
+            proportions = _dirichlet(random, np.full(len(open_clients), alpha))
+            owner[rows] = open_clients[_cut(len(rows), proportions, np.floor)]
             sizes += np.bincount(owner[rows], minlength=clients)
         if sizes.min() >= int(share / 2):
             return owner
@@ -263,12 +265,12 @@ def _dirichlet(random: np.random.Generator, concentration: NDArray[np.float64]) 
     return proportions
 
 
-def _cut(n: int, proportions: NDArray[np.float64]) -> Rows:
+def _cut(n: int, proportions: NDArray[np.float64], whole: Callable[..., Any] = np.rint) -> Rows:
     """The part of each of n items, divided in order in these proportions.
 
     Boundaries are rounded, not truncated: else the last part would hold an item of every class, however rare.
     """
-    ends = np.rint(np.cumsum(proportions) * n)
+    ends = whole(np.cumsum(proportions) * n)
     ends[np.flatnonzero(proportions)[-1] :] = n
     return np.searchsorted(ends, np.arange(n), side="right")
 
