@@ -548,6 +548,9 @@ def test_labelled_folders_are_numbered_as_the_model_numbers(named_model: Model, 
         assert examples.labels.tolist() == [1, 1, 0]
         assert (examples.x[:, 0].numpy() == x[[0, 1, 0]]).all()
         assert evaluate_model(named_model, examples)["per_class"][2]["recall"] is None
+    (tmp_path / "split" / "train").rename(tmp_path / "split" / "val")
+    with pytest.raises(DataError, match="holds the folders test, val; name them train and test"):
+        read_labelled(tmp_path / "split", named_model)
     (tmp_path / "flat" / "dog").mkdir()
     with pytest.raises(DataError, match="class 'dog' that the model does not know; its classes are zebra, ape, cat"):
         read_labelled(tmp_path / "flat", named_model)

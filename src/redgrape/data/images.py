@@ -27,6 +27,7 @@ FORMATS = ["PNG", "JPEG", "BMP", "GIF", "WEBP", "TIFF"]  # others may run progra
 SUFFIXES = {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff"}
 LARGEST_SIDE = 4096  # pixels
 MANIFEST = "manifest.csv"
+SPLITS = {"train", "training", "test", "testing", "val", "valid", "validation", "dev"}  # in small letters
 Mode = Literal["L", "RGB", "16 bits"]
 _GREY, _DEEP = ("L", "1"), ("I;16", "I;16B", "I;16L", "I;16N", "I")  # Pillow's modes
 Listed = tuple[Path, str, str, str]  # an image, its class, its site ("" if none), and "train", "test" or ""
@@ -75,8 +76,7 @@ def read(path: Path, root: Path, image_size: int | None, letterbox: bool, fewest
 
 def _from_folder(folder: Path, fewest_classes: int) -> list[Listed]:
     """class/image or site/class/image, in `train` and `test` or without them."""
-    names = {entry.name for entry in visible_folders(folder)}
-    splits = ["train", "test"] if names == {"train", "test"} else [""]
+    splits = splits_of(folder)
     listed: list[Listed] = []
     for split in splits:
         inner = visible_folders(folder / split)
@@ -95,6 +95,20 @@ def _from_folder(folder: Path, fewest_classes: int) -> list[Listed]:
             f"{folder}: train and test must have the same class folders; only one of them has {differing[0]}"
         )
     return listed
+
+
+def splits_of(folder: Path) -> list[str]:
+    """The folders `train` and `test` if there are just these two, else only the folder itself."""
+    inner = visible_folders(folder)
+    names = [entry.name for entry in inner]
+    if names == ["test", "train"]:
+        return ["train", "test"]
+    if any(entry.name.lower() in SPLITS and visible_folders(entry) for entry in inner):  # a class has no folders
+        raise DataError(
+            f"{folder} holds the folders {table.listed(names)}; name them train and test, and move or merge all others "
+            "(examples for validation are held out of train by data.validation)"
+        )
+    return [""]
 
 
 def _are_sites(folders: list[Path]) -> bool:

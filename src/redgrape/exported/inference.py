@@ -134,9 +134,8 @@ def unknown_values(path: Path, model: Model) -> list[str]:
 
 def _labelled_folder(path: Path, model: Model) -> Examples:
     with durable.storage_errors("read", path):
-        folders = images.visible_folders(path)
-        if {folder.name for folder in folders} == {"train", "test"} and "test" not in model.class_names:
-            folders = images.visible_folders(path / "test")
+        has_test = "test" not in model.class_names and "test" in images.splits_of(path)
+        folders = images.visible_folders(path / "test" if has_test else path)
         files, labels = [], []
         for folder, label in zip(folders, _class_numbers([f.name for f in folders], model, path), strict=True):
             found = images.images_of_class(folder, path)
