@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -141,7 +142,23 @@ def test_normalised_channels(tmp_path: Path) -> None:
     assert federation.test.pixels == federation.train.pixels
     np.savez(tmp_path / "v.npz", x=np.zeros((8, 3), np.float32), y=np.arange(8) % 2)
     with pytest.raises(ConfigError, match="normalise is for images, but v holds vectors"):
-        prepare(DataOptions(source=str(tmp_path / "v.npz"), normalise=True), 0, tmp_path)
+        prepare(DataOptions(source=str(tmp_path / "v.npz"), clients=2, normalise=True), 0, tmp_path)
+
+
+@pytest.mark.parametrize("options", [{"validation": 5, "auxiliary": 3}, {"head_cap": 10}, {"alone": "0"}])
+def test_only_pixels_of_clients_count_for_normalising(options: dict[str, Any], tmp_path: Path) -> None:
+    x = np.random.default_rng(0).integers(0, 256, (60, 3, 3), dtype=np.uint8)
+    arrays = {"y": np.arange(60) % 2, "client": np.arange(60) // 2 % 2, "test": np.arange(60) >= 50}
+    found = []
+    for _ in range(2):
+        np.savez(tmp_path / "x.npz", x=x, **arrays)
+        data = DataOptions(source=str(tmp_path / "x.npz"), partition="natural", normalise=True, **options)
+        federation = prepare(data, 0, tmp_path)
+        found.append(federation.train.pixels)
+        x[np.setdiff1d(np.arange(60), federation.train.rows[np.concatenate(federation.parts)])] = 255
+    assert found[0] == found[1]
+    others = (federation.test, federation.validation, federation.auxiliary)
+    assert {examples.pixels for examples in others if examples is not None} == {found[0]}
 
 
 def test_other_descriptions_stay_as_they_are() -> None:
