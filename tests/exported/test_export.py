@@ -353,6 +353,28 @@ def test_the_card(image_run: SimpleNamespace, image_folder: Path, model: Model) 
     assert model.card["run"]["experiment"]["method"]["threshold"] == "inf"
 
 
+def test_only_paths_lose_their_folders(tmp_path: Path) -> None:
+    """The source and a matrix of the user's do; columns and classes with slashes do not."""
+    rows = [f"{i % 9},{'a/x' if i % 2 else 'b/x'}" for i in range(60)]
+    (tmp_path / "rows.csv").write_text("\n".join(["m/s,kind", *rows]))
+    (tmp_path / "own.csv").write_text("client,p,q\nnorth,10,4\nsouth,5,6\n")
+    data = {
+        "source": str(tmp_path / "rows.csv"),
+        "label": "kind",
+        "categorical": ["m/s"],
+        "imbalance": "natural",
+        "tail_classes": ["b/x"],
+        "partition": f"like:{tmp_path / 'own.csv'}",
+    }
+    run = carry_out(tmp_path / "run", rounds=1, data=data, net={"name": "linear"}, method={"name": "fedavg"})
+    out = export(run.path, tmp_path / "model")
+    kept = load_model(out).card["run"]["experiment"]["data"]
+    assert kept | {"source": "rows.csv", "partition": "like:own.csv"} == kept
+    assert (kept["label"], kept["categorical"], kept["tail_classes"]) == ("kind", ["m/s"], ["b/x"])
+    assert str(tmp_path) not in (out / "model.json").read_text()
+    assert "by the partition like\\:own.csv\n" in (out / "README.md").read_text()
+
+
 def test_names_cannot_break_the_card(image_folder: Path) -> None:
     """Every row of a table has as many cells as its head, and no name has become markup."""
     text = (image_folder / "README.md").read_text()
