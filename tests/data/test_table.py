@@ -89,6 +89,11 @@ def test_sums_of_sites_give_what_pooled_rows_give(shift: float) -> None:
     assert counts == Counter(groups[i] for i in rows if groups[i])
 
 
+def test_a_sign_before_nan_is_still_a_missing_value(tmp_path: Path) -> None:
+    columns = loaded(written(tmp_path / "t.csv", *ROWS, "-nan,red,north,train,a", "+NaN,red,south,test,b")).columns
+    assert columns == loaded(written(tmp_path / "na.csv", *ROWS, "NA,red,north,train,a", "NA,red,south,test,b")).columns
+
+
 def test_a_constant_column_is_not_divided_by_rounding() -> None:
     cells = Cells.of(["0.1"] * 7)
     column = Column.fit("v", Sums.of(cells, np.arange(7), True), True)

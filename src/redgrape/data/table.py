@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 SUFFIXES = (".csv", ".tsv", ".parquet")
 OTHER_SUFFIXES = (".xlsx", ".xls", ".ods", ".feather", ".sav", ".dta", ".sas7bdat")  # not read
-MISSING = frozenset({"", "na", "n/a", "nan", "null", "?"})  # in small letters
+MISSING = frozenset({"", "na", "n/a", "nan", "+nan", "-nan", "null", "?"})  # in small letters
 MOST_CATEGORIES = 1000
 LARGEST = 1e30  # of a number: its square is one too, also in the sum over all rows
 CONSTANT = 1e-12  # a variance below this share of the mean square is rounding
