@@ -103,6 +103,15 @@ def test_a_constant_column_is_not_divided_by_rounding() -> None:
     assert np.abs(x).max() < 1e-6
 
 
+@pytest.mark.parametrize(("first", "step"), [(1_700_000_000, 60), (1e9, 25), (5e6, 0.1)])
+def test_a_small_spread_beside_the_mean_is_scaled(first: float, step: float) -> None:
+    """Such as timestamps of one hour."""
+    values = first + step * np.arange(60)
+    cells = Cells.of(map(str, values.tolist()))
+    column = Column.fit("v", Sums.of(cells, np.arange(60), True), True)
+    assert column.std == pytest.approx(values.std(), rel=0.01)
+
+
 def test_csv_parquet_and_frames_give_the_same(tmp_path: Path) -> None:
     pandas, parquet = pytest.importorskip("pandas"), pytest.importorskip("pyarrow.parquet")
     path = written(tmp_path / "t.csv", *ROWS)
