@@ -137,6 +137,11 @@ def test_labels_and_sites_that_are_numbers_are_in_their_order(tmp_path: Path) ->
     assert federation.class_names == ["2", "11"] and federation.client_names == ["9", "10"]
 
 
+def test_sites_that_differ_in_zeros_before_a_number_are_two(tmp_path: Path) -> None:
+    rows = ["1,red,1,no,a", "2,red,01,no,b", "3,red,2,no,a", "4,red,01,yes,b"]
+    assert loaded(written(tmp_path / "t.csv", *rows)).client_names == ["01", "1", "2"]
+
+
 def test_a_test_set_by_a_value_and_categories_that_are_numbers(tmp_path: Path) -> None:
     rows = [f"{10 * (i % 3)},red,north,{i % 4},{'ab'[i % 2]}" for i in range(16)]
     federation = loaded(written(tmp_path / "t.csv", *rows), test="fold=3", categorical=["age"], drop=["colour"])
