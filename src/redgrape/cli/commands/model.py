@@ -234,6 +234,8 @@ def predict(options: argparse.Namespace) -> None:
     from redgrape.exported.inference import as_csv, predict_file, unknown_values
     from redgrape.runs import durable
 
+    if options.out is not None:
+        durable.check_no_folder(options.out)
     model = open_model(options.model, options.code)
     predictions = predict_file(options.data, model)
     _tell_unfinished(model.card.get("run"))
