@@ -177,7 +177,7 @@ def prepare(options: DataOptions, seed: int, root: Path | None = None, source: S
     sizes = _sizes(options, np.bincount(labels[remaining], minlength=num_classes).tolist(), tail)
     rows = remaining[longtail.choose(labels[remaining], sizes, seed)]
     natural = None if source.clients is None else source.clients[rows]
-    parts = partition(labels[rows], options.partition, options.clients, options.alpha, seed, natural)
+    parts = partition(labels[rows], options.partition, options.clients, options.alpha, seed, natural, tail)
     names = client_names(options.partition, natural)
     parts = [rows[part] for part in parts]
     groups = Groups.by_count(np.bincount(labels[rows], minlength=num_classes).tolist(), tail)
