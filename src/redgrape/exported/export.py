@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from redgrape import nets, own_code, tree
 from redgrape.data.partition import LIKE
+from redgrape.engines.devices import IN_BFLOAT16
 from redgrape.errors import ConfigError, StorageError, install, unknown
 from redgrape.exported.card import write_card
 from redgrape.exported.model import (
@@ -148,6 +149,11 @@ def _with_encoder(head: Tensors, net: NetOptions, description: Description, envi
     return whole.state_dict() | named
 
 
+def was_in_bfloat16(environment: Mapping[str, Any]) -> bool:
+    """Whether the run's encoder multiplied in bfloat16. Here it never does: weights are kept in float32."""
+    return str(environment.get("device")).endswith(IN_BFLOAT16)
+
+
 def newest_state(folder: RunFolder, view: RunView) -> RunState:
     """The state of the newest intact checkpoint. For a finished run, only that of the last round is accepted, or that
     of the best if the experiment keeps it."""
@@ -183,6 +189,7 @@ def _facts(view: RunView, state: RunState, environment: Mapping[str, Any]) -> di
         "clients": judged.clients_in(environment),
         "groups": environment["groups"],
         "secure_aggregation": bool(environment.get("secure_aggregation")),
+        **({"bfloat16": True} if was_in_bfloat16(environment) else {}),
         "evaluated": environment.get("evaluated", "server"),
         "evaluated_from": 1 if environment.get("secure_aggregation") else environment.get("min_count", 1),
         "versions": {name: environment[name] for name in ("redgrape", "python", "torch", "numpy")},
