@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from redgrape.data import images
 from redgrape.data.prepare import DataOptions, prepare
 from redgrape.data.sources import load
 from redgrape.errors import ConfigError, DataError
@@ -115,6 +116,26 @@ def test_a_model_of_sixteen_bits_reads_its_kind_of_images(tmp_path: Path) -> Non
     write(tmp_path / "flat.png")
     with pytest.raises(DataError, match="its mode is L, but it must have 16 bits"):
         predict_file(tmp_path / "flat.png", model)
+
+
+def test_floats_are_refused_by_training_and_prediction(tmp_path: Path) -> None:
+    for name in "ab":
+        write(tmp_path / "scans" / name / "0.png", 7)
+    floats = tmp_path / "scans" / "a" / "1.tif"
+    Image.fromarray(np.full((4, 6), 0.5, np.float32)).save(floats)
+    with pytest.raises(DataError, match=r"1.tif cannot be read as an image \(its pixels are floats; convert"):
+        load(str(tmp_path / "scans"), tmp_path)
+    with pytest.raises(DataError, match=r"1.tif cannot be read as an image \(its pixels are floats"):
+        images.open_image(floats, lambda image: images.pixels(image, "L", (6, 4), False))
+
+
+def test_a_palette_with_transparency_prints_no_warning(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
+    for name in "ab":
+        write(tmp_path / "icons" / name / "0.png", 7)
+        image = Image.open(tmp_path / "icons" / name / "0.png").convert("P")
+        image.save(tmp_path / "icons" / name / "0.png", transparency=bytes([0, 128]))
+    assert load(str(tmp_path / "icons"), tmp_path).train.x.shape[1] == 3
+    assert not recwarn.list
 
 
 def test_a_letterbox_keeps_proportions(tmp_path: Path) -> None:

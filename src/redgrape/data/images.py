@@ -202,8 +202,6 @@ def _decode(paths: list[Path], cache: Path, image_size: int | None, letterbox: b
     mode: Mode = "16 bits" if deep else "L" if all(found in _GREY for found in modes) else "RGB"
     width, height = modes_and_sizes[0][1] if image_size is None else (image_size, image_size)
     for path, (found, size) in zip(paths, modes_and_sizes, strict=True):
-        if found == "F":
-            raise DataError(f"{path} has pixels of more than 16 bits (mode F); convert it to 8 or 16 bits")
         if (found in _DEEP) != deep:
             raise DataError(f"{paths[0]} and {path} differ: one has 8 bits per pixel and one 16; convert one kind")
         if image_size is None and size != (width, height):
@@ -263,8 +261,11 @@ def open_image(path: Path, use: Any) -> Any:
         raise DataError(f"reading images needs Pillow; {install('images')}") from error
     try:
         with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # such as on the transparency of a palette
             warnings.simplefilter("error", Image.DecompressionBombWarning)
             with Image.open(durable.ordinary(path, DataError), formats=FORMATS) as image:
+                if image.mode == "F":
+                    raise ValueError("its pixels are floats; convert them to 8 or 16 bits")
                 return use(image)
     except Exception as error:  # decoders raise anything for damaged files
         raise UnreadableImage(f"{path} cannot be read as an image ({one_line(error)}); replace or remove it") from error
