@@ -229,6 +229,12 @@ def test_embed_alone(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
     with np.load(out) as arrays:
         assert arrays["x"].shape == (24, 1280) and arrays["x_test"].shape == (12, 1280)
         assert arrays["class_names"].tolist() == ["low", "mid", "top"]
+    sites = {"y": np.arange(4) % 2, "client": np.array(list("nsns")), "test": np.arange(4) > 1}
+    np.savez(tmp_path / "sites.npz", x=np.zeros((4, 8, 8), np.uint8), **sites)
+    assert command(["embed", str(tmp_path / "sites.npz"), *options, "--out", str(out)]) == 0
+    with np.load(out) as arrays:
+        assert arrays["client"].tolist() == arrays["client_test"].tolist() == ["n", "s"]
+    capsys.readouterr()
     assert command(["embed", str(place / "pictures.npz"), "--net", "cnn"]) == 2
     assert "net 'cnn' is not a pretrained encoder" in capsys.readouterr().err
 

@@ -49,6 +49,13 @@ def is_manifest(path: Path) -> bool:
     return path.name.endswith(MANIFEST)
 
 
+def manifest_of(path: Path) -> Path | None:
+    """The manifest that this is, or that lies in this folder. None if there is none."""
+    if is_manifest(path):
+        return path
+    return path / MANIFEST if (path / MANIFEST).is_file() else None
+
+
 def read(path: Path, root: Path, image_size: int | None, letterbox: bool, fewest_classes: int) -> Pictures:
     """The images of a folder, or of a manifest. Their cache is under `root`."""
     if image_size is not None and not 1 <= image_size <= LARGEST_SIDE:
@@ -56,10 +63,9 @@ def read(path: Path, root: Path, image_size: int | None, letterbox: bool, fewest
     if letterbox and image_size is None:
         raise ConfigError("letterbox keeps the proportions of resized images; give their new size by image_size")
     try:
-        if (path / MANIFEST).is_file():
-            path /= MANIFEST
-        folder = path.parent if is_manifest(path) else path
-        listed = _from_manifest(path) if is_manifest(path) else _from_folder(path, fewest_classes)
+        manifest = manifest_of(path)
+        folder = path if manifest is None else manifest.parent
+        listed = _from_folder(path, fewest_classes) if manifest is None else _from_manifest(manifest)
         images = _decoded([image for image, *_ in listed], folder, root, image_size, letterbox)
     except OSError as error:
         raise StorageError(f"cannot read or write {error.filename or path}: {error.strerror or error}") from error
@@ -74,17 +80,19 @@ def read(path: Path, root: Path, image_size: int | None, letterbox: bool, fewest
     )
 
 
+def for_evaluation(path: Path, is_split: bool) -> list[Listed]:
+    """The images of the test set if the data names one, else all. `is_split`: whether folders `train` and `test` are
+    parts of the data, and no classes."""
+    if (manifest := manifest_of(path)) is not None:
+        listed = _from_manifest(manifest)
+        return [entry for entry in listed if entry[3] == "test"] or listed
+    return _in_part(path, _splits_of(path)[-1] if is_split else "")
+
+
 def _from_folder(folder: Path, fewest_classes: int) -> list[Listed]:
     """class/image or site/class/image, in `train` and `test` or without them."""
-    splits = splits_of(folder)
-    listed: list[Listed] = []
-    for split in splits:
-        inner = visible_folders(folder / split)
-        sites = {entry.name: entry for entry in inner} if _are_sites(inner) else {"": folder / split}
-        for site, place in sites.items():
-            for class_folder in visible_folders(place):
-                found = images_of_class(class_folder, folder)
-                listed += [(image, class_folder.name, site, split) for image in found]
+    splits = _splits_of(folder)
+    listed = [entry for split in splits for entry in _in_part(folder, split)]
     classes = [{name for _, name, _, of in listed if of == split} for split in splits]
     if len(classes[0]) < fewest_classes:
         raise DataError(
@@ -97,7 +105,19 @@ def _from_folder(folder: Path, fewest_classes: int) -> list[Listed]:
     return listed
 
 
-def splits_of(folder: Path) -> list[str]:
+def _in_part(folder: Path, split: str) -> list[Listed]:
+    """class/image or site/class/image in this part of a folder, which is the folder itself if `split` is empty."""
+    inner = visible_folders(folder / split)
+    sites = {entry.name: entry for entry in inner} if _are_sites(inner) else {"": folder / split}
+    return [
+        (image, class_folder.name, site, split)
+        for site, place in sites.items()
+        for class_folder in visible_folders(place)
+        for image in images_of_class(class_folder, folder)
+    ]
+
+
+def _splits_of(folder: Path) -> list[str]:
     """The folders `train` and `test` if there are just these two, else only the folder itself."""
     inner = visible_folders(folder)
     names = [entry.name for entry in inner]
