@@ -45,6 +45,7 @@ DATE = re.compile(  # 2021-03-04, 2021/3/4, 4.3.21, 04-03-2021, 4 March 2021 and
     r"|\d{1,2}[-. ]?(jan|feb|mar|apr|may|jun|jul|aug|sep|oct|nov|dec)[a-z]*[-. ]?(\d{4}|\d{2}))([T ].*)?",
     re.IGNORECASE,
 )
+LOCAL = re.compile(r"[-+]?(\d+,\d+|\d{1,3}(,\d{3})+(\.\d+)?|\d{1,3}([. ]\d{3})+,\d+)")  # 0,5  1,000.5  1.000,5
 TEST, TRAIN = ("test", "true", "1", "yes"), ("train", "false", "0", "no")
 
 
@@ -436,7 +437,7 @@ def _is_number(name: str, table: Table) -> bool:
         if large:
             _too_large(cells, large[0], name, table.where)
         return True
-    if len(texts) + cells.values.count("") < len(cells.values) or any(re.fullmatch(r"-?\d+,\d+", v) for v in texts):
+    if len(texts) + cells.values.count("") < len(cells.values) or any(map(LOCAL.fullmatch, texts)):
         _no_number(cells, texts[0], name, table.where)
     return False
 
