@@ -64,6 +64,15 @@ def test_a_manifest(tmp_path: Path) -> None:
         assert int(source.test.inputs(torch.tensor([0]), torch.float64)[0, 0, 0, 0] * 255) == 2
 
 
+def test_spaces_around_the_cells_of_a_manifest_do_not_count(tmp_path: Path) -> None:
+    for i in range(3):
+        write(tmp_path / "img" / f"{i}.png")
+    (tmp_path / "manifest.csv").write_text(MANIFEST.replace("2.png,a,,", "2.png , a , south ,"))
+    source = load(str(tmp_path), tmp_path / "c")
+    assert source.class_names == ["a", "b"]
+    assert source.test_clients is not None and source.test_clients.tolist() == ["south"]
+
+
 @pytest.mark.parametrize(
     ("before", "after", "line"),
     [

@@ -178,7 +178,8 @@ def _from_manifest(path: Path) -> list[Listed]:
     listed: list[Listed] = []
     seen: set[Path] = set()
     for number, row in enumerate(rows, start=2):
-        image, label, site, split = (path.parent / (row["path"] or ""), *(row.get(k) or "" for k in _COLUMNS))
+        name, label, site, split = ((row.get(column) or "").strip() for column in _COLUMNS)
+        image = path.parent / name
         if not label:
             raise DataError(f"{path}, line {number}: the label is empty")
         if split not in ("train", "test") and "split" in row:
@@ -186,15 +187,15 @@ def _from_manifest(path: Path) -> list[Listed]:
         if not site and split != "test" and "site" in row:
             raise DataError(f"{path}, line {number}: the site is empty; name one for every image for training")
         if not image.is_file() or not image.resolve().is_relative_to(path.parent.resolve()):
-            raise DataError(f"{path}, line {number}: no file '{row['path']}' in the folder of the manifest")
+            raise DataError(f"{path}, line {number}: no file '{name}' in the folder of the manifest")
         if image.resolve() in seen:
-            raise DataError(f"{path}, line {number}: '{row['path']}' is listed twice; list every image once")
+            raise DataError(f"{path}, line {number}: '{name}' is listed twice; list every image once")
         seen.add(image.resolve())
         listed.append((image, label, site, split))
     return listed
 
 
-_COLUMNS = ("label", "site", "split")
+_COLUMNS = ("path", "label", "site", "split")
 
 
 def _decoded(
