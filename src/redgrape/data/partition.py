@@ -212,8 +212,9 @@ def _client_lt(labels: Rows, clients: int, alpha: float, seed: int, tail: Sequen
 
 
 def _like(labels: Rows, name: str, seed: int) -> tuple[Rows, int]:
-    """Each class is cut among the clients in the proportions of a class of a count matrix: the most frequent class as
-    the most frequent one there, and so on; with more classes here, several follow the same one there.
+    """Each class is cut among the clients in the proportions of a class of a count matrix. Both are ranked by size from
+    0. Of C classes, that of rank r follows the one of rank floor(r M / C) of the M there. So with more classes here
+    several follow the same one there, and with fewer some there are skipped.
 
     The sizes of classes stay what they are.
     """
