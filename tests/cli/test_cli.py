@@ -744,6 +744,10 @@ BAD = [
     ("run TOML --out " + "n" * 300, 74, "File name too long"),
     ("resume " + "n" * 300, 74, "File name too long"),
     ("data show TOML --out no/where.png", 74, "cannot write no/where.png"),
+    ("predict MODEL VECTORS --out .", 74, "'.' is a folder; name a file in it"),
+    ("predict MODEL VECTORS --out pictures", 74, "'pictures' is a folder; name a file in it"),
+    ("predict MODEL VECTORS --out no/where.csv", 74, "cannot write 'no/where.csv'"),
+    ("embed no/such.npz --net efficientnet_lite0 --out .", 74, "'.' is a folder; name a file in it"),
 ]
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from redgrape.data import images
 from redgrape.data.prepare import DataOptions, prepare
 from redgrape.data.sources import load
 from redgrape.errors import ConfigError, DataError
@@ -60,6 +62,15 @@ def test_a_manifest(tmp_path: Path) -> None:
         assert source.train.labels.tolist() == [1, 0] and source.test.labels.tolist() == [0]
         assert source.clients is not None and source.clients.tolist() == ["north", "south"]
         assert int(source.test.inputs(torch.tensor([0]), torch.float64)[0, 0, 0, 0] * 255) == 2
+
+
+def test_spaces_around_the_cells_of_a_manifest_do_not_count(tmp_path: Path) -> None:
+    for i in range(3):
+        write(tmp_path / "img" / f"{i}.png")
+    (tmp_path / "manifest.csv").write_text(MANIFEST.replace("2.png,a,,", "2.png , a , south ,"))
+    source = load(str(tmp_path), tmp_path / "c")
+    assert source.class_names == ["a", "b"]
+    assert source.test_clients is not None and source.test_clients.tolist() == ["south"]
 
 
 @pytest.mark.parametrize(
@@ -116,6 +127,26 @@ def test_a_model_of_sixteen_bits_reads_its_kind_of_images(tmp_path: Path) -> Non
         predict_file(tmp_path / "flat.png", model)
 
 
+def test_floats_are_refused_by_training_and_prediction(tmp_path: Path) -> None:
+    for name in "ab":
+        write(tmp_path / "scans" / name / "0.png", 7)
+    floats = tmp_path / "scans" / "a" / "1.tif"
+    Image.fromarray(np.full((4, 6), 0.5, np.float32)).save(floats)
+    with pytest.raises(DataError, match=r"1.tif cannot be read as an image \(its pixels are floats; convert"):
+        load(str(tmp_path / "scans"), tmp_path)
+    with pytest.raises(DataError, match=r"1.tif cannot be read as an image \(its pixels are floats"):
+        images.open_image(floats, lambda image: images.pixels(image, "L", (6, 4), False))
+
+
+def test_a_palette_with_transparency_prints_no_warning(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
+    for name in "ab":
+        write(tmp_path / "icons" / name / "0.png", 7)
+        image = Image.open(tmp_path / "icons" / name / "0.png").convert("P")
+        image.save(tmp_path / "icons" / name / "0.png", transparency=bytes([0, 128]))
+    assert load(str(tmp_path / "icons"), tmp_path).train.x.shape[1] == 3
+    assert not recwarn.list
+
+
 def test_a_letterbox_keeps_proportions(tmp_path: Path) -> None:
     for name in "ab":
         for i in range(2):
@@ -141,7 +172,23 @@ def test_normalised_channels(tmp_path: Path) -> None:
     assert federation.test.pixels == federation.train.pixels
     np.savez(tmp_path / "v.npz", x=np.zeros((8, 3), np.float32), y=np.arange(8) % 2)
     with pytest.raises(ConfigError, match="normalise is for images, but v holds vectors"):
-        prepare(DataOptions(source=str(tmp_path / "v.npz"), normalise=True), 0, tmp_path)
+        prepare(DataOptions(source=str(tmp_path / "v.npz"), clients=2, normalise=True), 0, tmp_path)
+
+
+@pytest.mark.parametrize("options", [{"validation": 5, "auxiliary": 3}, {"head_cap": 10}, {"alone": "0"}])
+def test_only_pixels_of_clients_count_for_normalising(options: dict[str, Any], tmp_path: Path) -> None:
+    x = np.random.default_rng(0).integers(0, 256, (60, 3, 3), dtype=np.uint8)
+    arrays = {"y": np.arange(60) % 2, "client": np.arange(60) // 2 % 2, "test": np.arange(60) >= 50}
+    found = []
+    for _ in range(2):
+        np.savez(tmp_path / "x.npz", x=x, **arrays)
+        data = DataOptions(source=str(tmp_path / "x.npz"), partition="natural", normalise=True, **options)
+        federation = prepare(data, 0, tmp_path)
+        found.append(federation.train.pixels)
+        x[np.setdiff1d(np.arange(60), federation.train.rows[np.concatenate(federation.parts)])] = 255
+    assert found[0] == found[1]
+    others = (federation.test, federation.validation, federation.auxiliary)
+    assert {examples.pixels for examples in others if examples is not None} == {found[0]}
 
 
 def test_other_descriptions_stay_as_they_are() -> None:

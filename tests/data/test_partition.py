@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from numpy.typing import NDArray
 from redgrape.data import count_matrix
 from redgrape.data.longtail import exponential
 from redgrape.data.partition import client_names, partition
+from redgrape.data.prepare import DataOptions, prepare
 from redgrape.errors import ConfigError, DataError
 
 DRAWN = ["class_dirichlet", "prior_dirichlet", "creff", "iid", "client_lt"]
@@ -224,6 +226,19 @@ def test_client_lt_differs_from_iid_in_the_holders_of_the_tail_alone() -> None:
         assert (counts[:, 7:].argmax(axis=0) == counts[:, 7].argmax()).all(), "not the same client for the whole tail"
         shares.append(1 / effective_holders(counts)[7:].mean())
     assert np.mean(shares) == pytest.approx((0.1 + 1) / expected, abs=0.1)
+
+
+@pytest.mark.parametrize("imbalance", ["binary", "natural"])
+def test_client_lt_gives_the_tail_that_is_named_to_few_clients(imbalance: Any, tmp_path: Path) -> None:
+    """Two classes of the middle are named, and not the rarest ones."""
+    y = np.repeat(np.arange(10), np.arange(400, 200, -20))
+    np.savez(tmp_path / "x.npz", x=np.zeros((len(y), 1), np.float32), y=y)
+    lt: dict[str, Any] = {"partition": "client_lt", "alpha": 0.01, "clients": 4}
+    source = str(tmp_path / "x.npz")
+    federation = prepare(DataOptions(source=source, imbalance=imbalance, ir=4, tail_classes=(3, 5), **lt), 0)
+    holders = (federation.client_counts > 0).sum(axis=0)
+    assert holders[[3, 5]].max() <= 2 and holders[[0, 1, 2, 4, 6, 7, 8, 9]].min() == 4
+    assert federation.groups.tail == (3, 5)
 
 
 def test_client_lt_puts_what_a_client_cannot_hold_elsewhere() -> None:

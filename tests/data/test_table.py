@@ -89,6 +89,11 @@ def test_sums_of_sites_give_what_pooled_rows_give(shift: float) -> None:
     assert counts == Counter(groups[i] for i in rows if groups[i])
 
 
+def test_a_sign_before_nan_is_still_a_missing_value(tmp_path: Path) -> None:
+    columns = loaded(written(tmp_path / "t.csv", *ROWS, "-nan,red,north,train,a", "+NaN,red,south,test,b")).columns
+    assert columns == loaded(written(tmp_path / "na.csv", *ROWS, "NA,red,north,train,a", "NA,red,south,test,b")).columns
+
+
 def test_a_constant_column_is_not_divided_by_rounding() -> None:
     cells = Cells.of(["0.1"] * 7)
     column = Column.fit("v", Sums.of(cells, np.arange(7), True), True)
@@ -96,6 +101,15 @@ def test_a_constant_column_is_not_divided_by_rounding() -> None:
     x = np.zeros((7, 1), np.float32)
     column.fill(x, cells, "t")
     assert np.abs(x).max() < 1e-6
+
+
+@pytest.mark.parametrize(("first", "step"), [(1_700_000_000, 60), (1e9, 25), (5e6, 0.1)])
+def test_a_small_spread_beside_the_mean_is_scaled(first: float, step: float) -> None:
+    """Such as timestamps of one hour."""
+    values = first + step * np.arange(60)
+    cells = Cells.of(map(str, values.tolist()))
+    column = Column.fit("v", Sums.of(cells, np.arange(60), True), True)
+    assert column.std == pytest.approx(values.std(), rel=0.01)
 
 
 def test_csv_parquet_and_frames_give_the_same(tmp_path: Path) -> None:
@@ -121,6 +135,11 @@ def test_labels_and_sites_that_are_numbers_are_in_their_order(tmp_path: Path) ->
     rows = ["1,red,10,no,2", "2,red,9,no,11", "3,red,10,1,2", "4,red,9,1,11"]
     federation = loaded(written(tmp_path / "t.csv", *rows))
     assert federation.class_names == ["2", "11"] and federation.client_names == ["9", "10"]
+
+
+def test_sites_that_differ_in_zeros_before_a_number_are_two(tmp_path: Path) -> None:
+    rows = ["1,red,1,no,a", "2,red,01,no,b", "3,red,2,no,a", "4,red,01,yes,b"]
+    assert loaded(written(tmp_path / "t.csv", *rows)).client_names == ["01", "1", "2"]
 
 
 def test_a_test_set_by_a_value_and_categories_that_are_numbers(tmp_path: Path) -> None:
@@ -171,6 +190,9 @@ def test_new_rows_may_lack_values_and_bring_new_categories(tmp_path: Path) -> No
             "line 8 has '1e200' in column 'age', which is too large; write .* up to 1e.30,",
         ),
         (HEAD, ['"1,5",red,north,train,a', '"2,5",red,north,test,a'], "line 2 has '1,5' in column 'age'.*1234.5"),
+        (HEAD, ['"1,000.5",red,north,train,a', '"2,000.5",red,north,test,a'], "line 2 has '1,000.5' in .*1234.5"),
+        (HEAD, ['"1.000,5",red,north,train,a', '"2.000,5",red,north,test,a'], "line 2 has '1.000,5' in .*1234.5"),
+        (HEAD, ['"1,000,000",red,north,train,a', '"2,000,000",red,north,test,a'], "line 2 has '1,000,000' in .*1234.5"),
         (HEAD, [*ROWS[:2], "1,red,north,test,a"], "has one class, 'a'"),
         (HEAD, ROWS[:4], "4 training and 0 test examples"),
         (HEAD, [*ROWS, "1,red,north,test,c"], "class 'c' has test examples but no training"),

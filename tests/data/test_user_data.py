@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from redgrape.data import images
+from redgrape.data import images, user_data
 from redgrape.data.examples import Examples
 from redgrape.data.sources import Source, load
 from redgrape.errors import ConfigError, DataError, RedgrapeError, StorageError
@@ -71,6 +71,22 @@ def test_train_and_test_folders(tmp_path: Path) -> None:
     write_images(tmp_path / "pets" / "test", {"c": 1})
     with pytest.raises(DataError, match="same class folders; only one of them has c"):
         load(str(tmp_path / "pets"), tmp_path)
+
+
+@pytest.mark.parametrize(
+    "splits", [("train", "val", "test"), ("Train", "Test"), ("training", "testing"), ("train", "dev"), ("test", "a")]
+)
+def test_other_splits_than_train_and_test_are_no_sites(splits: tuple[str, ...], tmp_path: Path) -> None:
+    for split in splits:
+        write_images(tmp_path / "pets" / split, {"a": 3, "b": 3})
+    for fewest_classes in (1, 2):  # a site of a deployment, and data for simulated clients
+        with pytest.raises(DataError, match=rf"holds the folders .*{splits[0]}.*; name them train and test, and move"):
+            user_data.load(tmp_path / "pets", tmp_path, seed=0, fewest_classes=fewest_classes)
+
+
+def test_a_class_may_be_named_train(tmp_path: Path) -> None:
+    write_images(tmp_path / "traffic", {"bus": 2, "train": 2})
+    assert load(str(tmp_path / "traffic"), tmp_path).class_names == ["bus", "train"]
 
 
 def test_grey_stays_grey_unless_one_image_has_colour(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from redgrape.determinism import same_bits_everywhere
 from redgrape.errors import ConfigError, DataError, RedgrapeError, StorageError
 from redgrape.exported.card import plain
 from redgrape.exported.export import export
-from redgrape.exported.inference import evaluate_model, predict_file, read_inputs, read_labelled
+from redgrape.exported.inference import evaluate_model, names_test_set, predict_file, read_inputs, read_labelled
 from redgrape.exported.model import Model, load_model
 from redgrape.learning import sums
 from redgrape.method import ServerSite
@@ -353,6 +353,28 @@ def test_the_card(image_run: SimpleNamespace, image_folder: Path, model: Model) 
     assert model.card["run"]["experiment"]["method"]["threshold"] == "inf"
 
 
+def test_only_paths_lose_their_folders(tmp_path: Path) -> None:
+    """The source and a matrix of the user's do; columns and classes with slashes do not."""
+    rows = [f"{i % 9},{'a/x' if i % 2 else 'b/x'}" for i in range(60)]
+    (tmp_path / "rows.csv").write_text("\n".join(["m/s,kind", *rows]))
+    (tmp_path / "own.csv").write_text("client,p,q\nnorth,10,4\nsouth,5,6\n")
+    data = {
+        "source": str(tmp_path / "rows.csv"),
+        "label": "kind",
+        "categorical": ["m/s"],
+        "imbalance": "natural",
+        "tail_classes": ["b/x"],
+        "partition": f"like:{tmp_path / 'own.csv'}",
+    }
+    run = carry_out(tmp_path / "run", rounds=1, data=data, net={"name": "linear"}, method={"name": "fedavg"})
+    out = export(run.path, tmp_path / "model")
+    kept = load_model(out).card["run"]["experiment"]["data"]
+    assert kept | {"source": "rows.csv", "partition": "like:own.csv"} == kept
+    assert (kept["label"], kept["categorical"], kept["tail_classes"]) == ("kind", ["m/s"], ["b/x"])
+    assert str(tmp_path) not in (out / "model.json").read_text()
+    assert "by the partition like\\:own.csv\n" in (out / "README.md").read_text()
+
+
 def test_names_cannot_break_the_card(image_folder: Path) -> None:
     """Every row of a table has as many cells as its head, and no name has become markup."""
     text = (image_folder / "README.md").read_text()
@@ -548,12 +570,40 @@ def test_labelled_folders_are_numbered_as_the_model_numbers(named_model: Model, 
         assert examples.labels.tolist() == [1, 1, 0]
         assert (examples.x[:, 0].numpy() == x[[0, 1, 0]]).all()
         assert evaluate_model(named_model, examples)["per_class"][2]["recall"] is None
+    (tmp_path / "split" / "train").rename(tmp_path / "split" / "val")
+    with pytest.raises(DataError, match="holds the folders test, val; name them train and test"):
+        read_labelled(tmp_path / "split", named_model)
     (tmp_path / "flat" / "dog").mkdir()
+    Image.fromarray(x[0]).save(tmp_path / "flat" / "dog" / "0.png")
     with pytest.raises(DataError, match="class 'dog' that the model does not know; its classes are zebra, ape, cat"):
         read_labelled(tmp_path / "flat", named_model)
     (tmp_path / "none").mkdir()
     with pytest.raises(DataError, match="no sub-folders"):
         read_labelled(tmp_path / "none", named_model)
+
+
+def test_labelled_images_are_read_as_for_training(named_model: Model, tmp_path: Path) -> None:
+    """In folders of sites, and in a manifest with or without a test set."""
+    Image = pytest.importorskip("PIL.Image")
+    x, _ = pictures(3, 5)
+    for i, place in enumerate(("north/ape", "north/zebra", "south/cat")):
+        (tmp_path / "sites" / place).mkdir(parents=True)
+        Image.fromarray(x[i]).save(tmp_path / "sites" / place / "0.png")
+    assert read_labelled(tmp_path / "sites", named_model).labels.tolist() == [1, 0, 2]
+    assert not names_test_set(tmp_path / "sites", named_model)
+    manifest = tmp_path / "sites" / "manifest.csv"
+    for split, kept in (("train", [0, 1, 2]), ("test", [1])):
+        manifest.write_text(
+            f"path,label,split\nnorth/ape/0.png,ape,train\nnorth/zebra/0.png,zebra,{split}\nsouth/cat/0.png,cat,train\n"
+        )
+        for data in (manifest, manifest.parent):
+            examples = read_labelled(data, named_model)
+            assert (examples.x[:, 0].numpy() == x[kept]).all()
+            assert examples.labels.tolist() == [[1, 0, 2][i] for i in kept]
+            assert names_test_set(data, named_model) == (split == "test")
+    for name in ("nothing", "nothing.npz", "nothing.csv"):
+        with pytest.raises(DataError, match=rf"{name}' does not exist; pass a folder of images, a manifest.csv"):
+            read_labelled(tmp_path / name, named_model)
 
 
 def test_labelled_arrays(image_run: SimpleNamespace, named_model: Model, root: Path, tmp_path: Path) -> None:

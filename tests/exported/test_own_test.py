@@ -95,6 +95,19 @@ def test_the_command_fits_80_columns(
     assert code != 0 and len(err.splitlines()) == 1 and "name labelled data" in err
 
 
+def test_a_run_in_bfloat16_says_that_its_model_computes_in_float32(
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for precision, told in (("float32", 0), ("bfloat16", 1)):
+        folder = RunFolder.create(tmp_path / precision, rg.Experiment.parse(described(source)))
+        for _ in Run(folder, workers=1, precision=precision).steps():
+            pass
+        card = (export(folder.path, tmp_path / f"model of {precision}") / "README.md").read_text()
+        assert card.count("the encoder multiplied in bfloat16; the model computes in float32") == told
+        assert cli.run(["evaluate", str(folder.path), "--json"]) == 0
+        assert capsys.readouterr().err.count("note: the run's encoder multiplied in bfloat16; these figures") == told
+
+
 def test_a_model_of_an_unfinished_run_is_told_of(
     source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+from collections import Counter, defaultdict
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -29,13 +31,20 @@ class Odd(nn.Module):
         self.register_buffer("table", torch.arange(4.0), persistent=False)
         self.seen: list[int] = [1]
         self.again = [self.linear]  # a module in a list is no child, but must be the copy's own
+        self.plain = torch.tensor([0.0, 1.0, 2.0, 3.0])  # neither parameter nor buffer
+        self.zero = torch.tensor(0.0)  # false, as an empty list is
+        self.array = np.full(4, 0.5, np.float32)
+        self.counts: Counter[str] = Counter()
+        self.of_lists: defaultdict[str, list[int]] = defaultdict(list)
         self.frozen = nn.Parameter(torch.ones(4), requires_grad=False)
         self.absent = None
         self.register_parameter("nothing", None)
 
     def forward(self, x: Tensor) -> Tensor:
         self.seen.append(len(x))
-        return self.norm(self.again[0](x)) + self.tied(x) + self.table + self.frozen  # type: ignore[no-any-return]
+        self.of_lists["seen"].append(len(x))
+        plain = self.plain + self.zero + torch.from_numpy(self.array)
+        return self.norm(self.again[0](x)) + self.tied(x) + self.table + self.frozen + plain  # type: ignore[no-any-return]
 
 
 def odd() -> Net:
@@ -93,7 +102,8 @@ def test_copies_share_nothing_and_leave_the_template_alone() -> None:
     assert one.encoder.again[0] is one.encoder.linear is not two.encoder.linear
     assert one.encoder.linear.weight is one.encoder.tied.weight
     for net in (two, new_net(odd, given)):
-        assert net.encoder.seen == [1]
+        assert net.encoder.seen == [1] and not net.encoder.of_lists
+        assert net.encoder.plain is not one.encoder.plain and torch.equal(net.encoder.plain, torch.arange(4.0))
         assert all(m.training for m in net.modules())
         assert net.encoder.linear.weight.requires_grad
         assert torch.equal(net.encoder.table, torch.arange(4.0))

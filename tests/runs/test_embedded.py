@@ -19,7 +19,7 @@ from redgrape.cli.main import run as command
 from redgrape.data.embedding import Embedder
 from redgrape.data.examples import Examples
 from redgrape.errors import ConfigError
-from redgrape.exported.export import export
+from redgrape.exported.export import export, open_model
 from redgrape.exported.model import load_model
 from redgrape.nets import efficientnet, pretrained
 from redgrape.runs.experiment import Experiment
@@ -137,6 +137,27 @@ def test_a_frozen_run_and_its_model(place: Path, tmp_path: Path, head: str, form
     assert "encoder.0.1.0" not in (tmp_path / "model" / "README.md").read_text()
 
 
+@pytest.mark.parametrize("frozen", [True, False])
+def test_an_encoder_of_a_hub_keeps_its_whole_name(
+    place: Path, tmp_path: Path, frozen: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def build() -> torch.nn.Module:
+        return torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten())
+
+    toy = pretrained.Encoder((0.5,) * 3, (0.2,) * 3, build, lambda: build().state_dict())
+    monkeypatch.setitem(pretrained._HUBS, "hf", lambda name: {"org/toy": toy}[name])
+    safetensors.torch.save_file(build().state_dict(), tmp_path / "toy.safetensors")
+    run = carried_out(
+        place, tmp_path / "run", name="hf:org/toy", frozen=frozen, weights=str(tmp_path / "toy.safetensors")
+    )
+    x = np.load(place / "pictures.npz")["x"]
+    model = load_model(export(run.path, tmp_path / "model"))
+    assert torch.equal(model.logits(x), open_model(run.path).logits(x))
+    assert model.card["net"] == model.card["run"]["experiment"]["net"]["name"] == "hf:org/toy"
+    assert model.card["run"]["experiment"]["net"]["weights"] == "toy.safetensors"
+    pretrained.find.cache_clear()
+
+
 def test_a_frozen_run_needs_its_encoder_to_go_on(place: Path, tmp_path: Path) -> None:
     weights = tmp_path / "own.safetensors"
     weights.write_bytes((place / "encoder.safetensors").read_bytes())
@@ -208,6 +229,12 @@ def test_embed_alone(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
     with np.load(out) as arrays:
         assert arrays["x"].shape == (24, 1280) and arrays["x_test"].shape == (12, 1280)
         assert arrays["class_names"].tolist() == ["low", "mid", "top"]
+    sites = {"y": np.arange(4) % 2, "client": np.array(list("nsns")), "test": np.arange(4) > 1}
+    np.savez(tmp_path / "sites.npz", x=np.zeros((4, 8, 8), np.uint8), **sites)
+    assert command(["embed", str(tmp_path / "sites.npz"), *options, "--out", str(out)]) == 0
+    with np.load(out) as arrays:
+        assert arrays["client"].tolist() == arrays["client_test"].tolist() == ["n", "s"]
+    capsys.readouterr()
     assert command(["embed", str(place / "pictures.npz"), "--net", "cnn"]) == 2
     assert "net 'cnn' is not a pretrained encoder" in capsys.readouterr().err
 

@@ -107,6 +107,19 @@ def test_a_link_at_the_temporary_name_is_not_followed(tmp_path: Path) -> None:
     assert not (tmp_path / "page.html").is_symlink()
 
 
+def test_a_file_that_cannot_be_replaced_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    (tmp_path / "page.html").write_bytes(b"old")
+    with monkeypatch.context() as patch, pytest.raises(StorageError, match="No space left"):
+        patch.setattr(os, "fsync", full)
+        durable.replace_file(tmp_path / "page.html", b"new")
+    with pytest.raises(StorageError, match="is a folder; name a file in it"):
+        durable.replace_file(tmp_path, b"new")
+    assert [path.read_bytes() for path in tmp_path.iterdir()] == [b"old"]
+
+
 def test_a_folder_that_cannot_be_begun_is_not_left_behind(
     tiny: Values, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -27,6 +27,7 @@ FORMATS = ["PNG", "JPEG", "BMP", "GIF", "WEBP", "TIFF"]  # others may run progra
 SUFFIXES = {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff"}
 LARGEST_SIDE = 4096  # pixels
 MANIFEST = "manifest.csv"
+SPLITS = {"train", "training", "test", "testing", "val", "valid", "validation", "dev"}  # in small letters
 Mode = Literal["L", "RGB", "16 bits"]
 _GREY, _DEEP = ("L", "1"), ("I;16", "I;16B", "I;16L", "I;16N", "I")  # Pillow's modes
 Listed = tuple[Path, str, str, str]  # an image, its class, its site ("" if none), and "train", "test" or ""
@@ -48,6 +49,13 @@ def is_manifest(path: Path) -> bool:
     return path.name.endswith(MANIFEST)
 
 
+def manifest_of(path: Path) -> Path | None:
+    """The manifest that this is, or that lies in this folder. None if there is none."""
+    if is_manifest(path):
+        return path
+    return path / MANIFEST if (path / MANIFEST).is_file() else None
+
+
 def read(path: Path, root: Path, image_size: int | None, letterbox: bool, fewest_classes: int) -> Pictures:
     """The images of a folder, or of a manifest. Their cache is under `root`."""
     if image_size is not None and not 1 <= image_size <= LARGEST_SIDE:
@@ -55,10 +63,9 @@ def read(path: Path, root: Path, image_size: int | None, letterbox: bool, fewest
     if letterbox and image_size is None:
         raise ConfigError("letterbox keeps the proportions of resized images; give their new size by image_size")
     try:
-        if (path / MANIFEST).is_file():
-            path /= MANIFEST
-        folder = path.parent if is_manifest(path) else path
-        listed = _from_manifest(path) if is_manifest(path) else _from_folder(path, fewest_classes)
+        manifest = manifest_of(path)
+        folder = path if manifest is None else manifest.parent
+        listed = _from_folder(path, fewest_classes) if manifest is None else _from_manifest(manifest)
         images = _decoded([image for image, *_ in listed], folder, root, image_size, letterbox)
     except OSError as error:
         raise StorageError(f"cannot read or write {error.filename or path}: {error.strerror or error}") from error
@@ -73,18 +80,19 @@ def read(path: Path, root: Path, image_size: int | None, letterbox: bool, fewest
     )
 
 
+def for_evaluation(path: Path, is_split: bool) -> list[Listed]:
+    """The images of the test set if the data names one, else all. `is_split`: whether folders `train` and `test` are
+    parts of the data, and no classes."""
+    if (manifest := manifest_of(path)) is not None:
+        listed = _from_manifest(manifest)
+        return [entry for entry in listed if entry[3] == "test"] or listed
+    return _in_part(path, _splits_of(path)[-1] if is_split else "")
+
+
 def _from_folder(folder: Path, fewest_classes: int) -> list[Listed]:
     """class/image or site/class/image, in `train` and `test` or without them."""
-    names = {entry.name for entry in visible_folders(folder)}
-    splits = ["train", "test"] if names == {"train", "test"} else [""]
-    listed: list[Listed] = []
-    for split in splits:
-        inner = visible_folders(folder / split)
-        sites = {entry.name: entry for entry in inner} if _are_sites(inner) else {"": folder / split}
-        for site, place in sites.items():
-            for class_folder in visible_folders(place):
-                found = images_of_class(class_folder, folder)
-                listed += [(image, class_folder.name, site, split) for image in found]
+    splits = _splits_of(folder)
+    listed = [entry for split in splits for entry in _in_part(folder, split)]
     classes = [{name for _, name, _, of in listed if of == split} for split in splits]
     if len(classes[0]) < fewest_classes:
         raise DataError(
@@ -95,6 +103,32 @@ def _from_folder(folder: Path, fewest_classes: int) -> list[Listed]:
             f"{folder}: train and test must have the same class folders; only one of them has {differing[0]}"
         )
     return listed
+
+
+def _in_part(folder: Path, split: str) -> list[Listed]:
+    """class/image or site/class/image in this part of a folder, which is the folder itself if `split` is empty."""
+    inner = visible_folders(folder / split)
+    sites = {entry.name: entry for entry in inner} if _are_sites(inner) else {"": folder / split}
+    return [
+        (image, class_folder.name, site, split)
+        for site, place in sites.items()
+        for class_folder in visible_folders(place)
+        for image in images_of_class(class_folder, folder)
+    ]
+
+
+def _splits_of(folder: Path) -> list[str]:
+    """The folders `train` and `test` if there are just these two, else only the folder itself."""
+    inner = visible_folders(folder)
+    names = [entry.name for entry in inner]
+    if names == ["test", "train"]:
+        return ["train", "test"]
+    if any(entry.name.lower() in SPLITS and visible_folders(entry) for entry in inner):  # a class has no folders
+        raise DataError(
+            f"{folder} holds the folders {table.listed(names)}; name them train and test, and move or merge all others "
+            "(examples for validation are held out of train by data.validation)"
+        )
+    return [""]
 
 
 def _are_sites(folders: list[Path]) -> bool:
@@ -144,7 +178,8 @@ def _from_manifest(path: Path) -> list[Listed]:
     listed: list[Listed] = []
     seen: set[Path] = set()
     for number, row in enumerate(rows, start=2):
-        image, label, site, split = (path.parent / (row["path"] or ""), *(row.get(k) or "" for k in _COLUMNS))
+        name, label, site, split = ((row.get(column) or "").strip() for column in _COLUMNS)
+        image = path.parent / name
         if not label:
             raise DataError(f"{path}, line {number}: the label is empty")
         if split not in ("train", "test") and "split" in row:
@@ -152,15 +187,15 @@ def _from_manifest(path: Path) -> list[Listed]:
         if not site and split != "test" and "site" in row:
             raise DataError(f"{path}, line {number}: the site is empty; name one for every image for training")
         if not image.is_file() or not image.resolve().is_relative_to(path.parent.resolve()):
-            raise DataError(f"{path}, line {number}: no file '{row['path']}' in the folder of the manifest")
+            raise DataError(f"{path}, line {number}: no file '{name}' in the folder of the manifest")
         if image.resolve() in seen:
-            raise DataError(f"{path}, line {number}: '{row['path']}' is listed twice; list every image once")
+            raise DataError(f"{path}, line {number}: '{name}' is listed twice; list every image once")
         seen.add(image.resolve())
         listed.append((image, label, site, split))
     return listed
 
 
-_COLUMNS = ("label", "site", "split")
+_COLUMNS = ("path", "label", "site", "split")
 
 
 def _decoded(
@@ -188,8 +223,6 @@ def _decode(paths: list[Path], cache: Path, image_size: int | None, letterbox: b
     mode: Mode = "16 bits" if deep else "L" if all(found in _GREY for found in modes) else "RGB"
     width, height = modes_and_sizes[0][1] if image_size is None else (image_size, image_size)
     for path, (found, size) in zip(paths, modes_and_sizes, strict=True):
-        if found == "F":
-            raise DataError(f"{path} has pixels of more than 16 bits (mode F); convert it to 8 or 16 bits")
         if (found in _DEEP) != deep:
             raise DataError(f"{paths[0]} and {path} differ: one has 8 bits per pixel and one 16; convert one kind")
         if image_size is None and size != (width, height):
@@ -249,8 +282,11 @@ def open_image(path: Path, use: Any) -> Any:
         raise DataError(f"reading images needs Pillow; {install('images')}") from error
     try:
         with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # such as on the transparency of a palette
             warnings.simplefilter("error", Image.DecompressionBombWarning)
             with Image.open(durable.ordinary(path, DataError), formats=FORMATS) as image:
+                if image.mode == "F":
+                    raise ValueError("its pixels are floats; convert them to 8 or 16 bits")
                 return use(image)
     except Exception as error:  # decoders raise anything for damaged files
         raise UnreadableImage(f"{path} cannot be read as an image ({one_line(error)}); replace or remove it") from error

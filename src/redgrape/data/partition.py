@@ -7,7 +7,7 @@ are not comparable: see the docstring of each kind.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -29,10 +29,17 @@ CREFF_GROUP = 10
 
 
 def partition(
-    labels: Rows, kind: str, clients: int, alpha: float, seed: int, natural: NDArray[Any] | None = None
+    labels: Rows,
+    kind: str,
+    clients: int,
+    alpha: float,
+    seed: int,
+    natural: NDArray[Any] | None = None,
+    tail: Sequence[int] | None = None,
 ) -> list[Rows]:
     """Each client's rows, sorted. `natural` holds each row's client for the kind of that name. That kind and `like:`
-    bring their number of clients, and need neither `clients` nor `alpha`."""
+    bring their number of clients, and need neither `clients` nor `alpha`. `tail`: the classes that `client_lt` gives to
+    few clients; without it those with the fewest rows."""
     if kind == "natural":
         return _by_owner(*_natural(labels, natural))
     if kind.startswith(LIKE):
@@ -44,6 +51,8 @@ def partition(
         raise DataError(f"{clients} clients cannot share {len(labels)} training examples; lower clients")
     if not (math.isfinite(alpha) and alpha > 0):
         raise ConfigError(f"alpha is {alpha:g}; it must be a finite number above 0")
+    if kind == "client_lt":
+        return _by_owner(_client_lt(labels, clients, alpha, seed, tail), clients)
     if kind in KINDS:
         return _by_owner(KINDS[kind](labels, clients, alpha, seed), clients)
     return _by_owner(_own(kind, labels, clients, alpha, seed), clients)
@@ -139,7 +148,7 @@ def _creff(labels: Rows, clients: int, alpha: float, seed: int) -> Rows:
 
     In a group each class is divided by Dir(alpha 1) among the clients that hold less than their share so far. The group
     is drawn again while a client has less than half of its share. Finally all rows, by client and in a client by class,
-    are cut into equal parts. So a boundary that moves takes few classes along. Boundaries are truncated, as in its code.
+    are cut into equal parts. So a boundary that moves takes few classes along. Boundaries are truncated as in its code.
     """
     random = numpy_stream(seed, "partition creff")
     shuffled = random.permutation(len(labels))
@@ -181,7 +190,7 @@ def _iid(labels: Rows, clients: int, alpha: float, seed: int) -> Rows:
     return owner
 
 
-def _client_lt(labels: Rows, clients: int, alpha: float, seed: int) -> Rows:
+def _client_lt(labels: Rows, clients: int, alpha: float, seed: int, tail: Sequence[int] | None = None) -> Rows:
     """The tail is with few clients; all else is as in `iid`: equal sizes, and the other classes at random.
 
     One draw q ~ Dir(alpha 1_K) divides every tail class, so that the same clients hold the whole tail. The expected
@@ -192,7 +201,7 @@ def _client_lt(labels: Rows, clients: int, alpha: float, seed: int) -> Rows:
     sizes = np.array([len(part) for part in np.array_split(labels, clients)])
     share = _dirichlet(random, np.full(clients, alpha))
     owner = np.full(len(labels), -1)
-    for c in Groups.by_count(np.bincount(labels).tolist()).tail:
+    for c in Groups.by_count(np.bincount(labels).tolist(), tail).tail:
         rows = random.permutation(np.flatnonzero(labels == c))
         owner[rows] = _cut(len(rows), share)
     for client in np.flatnonzero(np.bincount(owner[owner >= 0], minlength=clients) > sizes):
@@ -203,8 +212,9 @@ def _client_lt(labels: Rows, clients: int, alpha: float, seed: int) -> Rows:
 
 
 def _like(labels: Rows, name: str, seed: int) -> tuple[Rows, int]:
-    """Each class is cut among the clients in the proportions of a class of a count matrix: the most frequent class as
-    the most frequent one there, and so on; with more classes here, several follow the same one there.
+    """Each class is cut among the clients in the proportions of a class of a count matrix. Both are ranked by size from
+    0. Of C classes, that of rank r follows the one of rank floor(r M / C) of the M there. So with more classes here
+    several follow the same one there, and with fewer some there are skipped.
 
     The sizes of classes stay what they are.
     """

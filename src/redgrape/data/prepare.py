@@ -75,7 +75,7 @@ class DataOptions(BaseModel):
     )
     letterbox: bool = Field(False, description="resized images keep their proportions, between black bars")
     normalise: bool = Field(
-        False, description="shift and scale each channel to mean 0 and deviation 1 over the training images"
+        False, description="shift and scale each channel to mean 0 and deviation 1 over the clients' images"
     )
     imbalance: Literal["exponential", "binary", "natural"] = Field(
         "exponential",
@@ -157,8 +157,6 @@ def prepare(options: DataOptions, seed: int, root: Path | None = None, source: S
     if source is None:
         size, letterbox = options.image_size, options.letterbox
         source = load(options.source, root, seed=seed, image_size=size, letterbox=letterbox, roles=options.roles)
-    if options.normalise:
-        source = normalised(source)
     num_classes = len(source.class_names)
     labels = source.train.labels.numpy()
     never_trained = np.setdiff1d(source.test.labels.numpy(), labels)
@@ -179,7 +177,7 @@ def prepare(options: DataOptions, seed: int, root: Path | None = None, source: S
     sizes = _sizes(options, np.bincount(labels[remaining], minlength=num_classes).tolist(), tail)
     rows = remaining[longtail.choose(labels[remaining], sizes, seed)]
     natural = None if source.clients is None else source.clients[rows]
-    parts = partition(labels[rows], options.partition, options.clients, options.alpha, seed, natural)
+    parts = partition(labels[rows], options.partition, options.clients, options.alpha, seed, natural, tail)
     names = client_names(options.partition, natural)
     parts = [rows[part] for part in parts]
     groups = Groups.by_count(np.bincount(labels[rows], minlength=num_classes).tolist(), tail)
@@ -213,7 +211,7 @@ def prepare(options: DataOptions, seed: int, root: Path | None = None, source: S
         )
     if source.clients is not None and options.validation:
         federation.sites["validation"] = source.clients[held_out].astype(str)
-    return federation
+    return normalised(federation, source.name) if options.normalise else federation
 
 
 def _part_of(name: str, parts: Sequence[Rows], names: Sequence[str] | None) -> Rows:
@@ -235,22 +233,23 @@ def _fitted(source: Source, parts: Sequence[Rows]) -> tuple[Examples, Examples, 
     return Examples(x, source.train.y, rows=in_table), Examples(x, source.test.y, rows=source.test.rows), columns
 
 
-def normalised(source: Source) -> Source:
-    """The source with pixels that have mean 0 and deviation 1 in each channel, over its training images."""
-    x = source.train.x
+def normalised(federation: Federation, name: str) -> Federation:
+    """The same with pixels that have mean 0 and deviation 1 in each channel, over the clients' images."""
+    x = federation.train.x
     if x.dtype not in WHITE or x.dim() != 4:
-        raise ConfigError(f"normalise is for images, but {source.name} holds vectors; leave it out")
+        raise ConfigError(f"normalise is for images, but {name} holds vectors; leave it out")
+    images = replace(federation.train.take(np.sort(np.concatenate(federation.parts))), pixels=Pixels())
     total = np.zeros(x.shape[1])
     squares = np.zeros(x.shape[1])
-    for rows in torch.arange(len(source.train)).split(1024):  # in blocks: x may be larger than memory
-        block = replace(source.train, pixels=Pixels()).inputs(rows, torch.float64)
+    for rows in torch.arange(len(images)).split(1024):  # in blocks: x may be larger than memory
+        block = images.inputs(rows, torch.float64)
         total += block.sum(dim=(0, 2, 3)).numpy()
         squares += block.square().sum(dim=(0, 2, 3)).numpy()
-    n = len(source.train) * math.prod(x.shape[2:])
+    n = len(images) * math.prod(x.shape[2:])
     mean = total / n
     std = np.sqrt(np.maximum(squares / n - mean**2, 0))
     scaling = Pixels(tuple(mean.tolist()), tuple(np.where(std > 0, std, 1).tolist()))  # a constant channel stays so
-    return replace(source, train=replace(source.train, pixels=scaling), test=replace(source.test, pixels=scaling))
+    return federation.with_inputs(lambda examples: replace(examples, pixels=scaling))
 
 
 def _balanced(labels: Rows, rows: Rows, num_classes: int, size: int, seed: int, purpose: str) -> Rows:

@@ -36,15 +36,16 @@ if TYPE_CHECKING:
 
 SUFFIXES = (".csv", ".tsv", ".parquet")
 OTHER_SUFFIXES = (".xlsx", ".xls", ".ods", ".feather", ".sav", ".dta", ".sas7bdat")  # not read
-MISSING = frozenset({"", "na", "n/a", "nan", "null", "?"})  # in small letters
+MISSING = frozenset({"", "na", "n/a", "nan", "+nan", "-nan", "null", "?"})  # in small letters
 MOST_CATEGORIES = 1000
 LARGEST = 1e30  # of a number: its square is one too, also in the sum over all rows
-CONSTANT = 1e-12  # a variance below this share of the mean square is rounding
+CONSTANT = 1e-14  # a variance below this share of the mean square is rounding, which is up to 4e-16 of it
 DATE = re.compile(  # 2021-03-04, 2021/3/4, 4.3.21, 04-03-2021, 4 March 2021 and 04MAR2021, perhaps with a time
     r"(\d{4}[-/.]\d{1,2}[-/.]\d{1,2}|\d{1,2}[-/.]\d{1,2}[-/.](\d{4}|\d{2})"
     r"|\d{1,2}[-. ]?(jan|feb|mar|apr|may|jun|jul|aug|sep|oct|nov|dec)[a-z]*[-. ]?(\d{4}|\d{2}))([T ].*)?",
     re.IGNORECASE,
 )
+LOCAL = re.compile(r"[-+]?(\d+,\d+|\d{1,3}(,\d{3})+(\.\d+)?|\d{1,3}([. ]\d{3})+,\d+)")  # 0,5  1,000.5  1.000,5
 TEST, TRAIN = ("test", "true", "1", "yes"), ("train", "false", "0", "no")
 
 
@@ -436,7 +437,7 @@ def _is_number(name: str, table: Table) -> bool:
         if large:
             _too_large(cells, large[0], name, table.where)
         return True
-    if len(texts) + cells.values.count("") < len(cells.values) or any(re.fullmatch(r"-?\d+,\d+", v) for v in texts):
+    if len(texts) + cells.values.count("") < len(cells.values) or any(map(LOCAL.fullmatch, texts)):
         _no_number(cells, texts[0], name, table.where)
     return False
 

@@ -75,7 +75,7 @@ def of_table(table: Table, roles: Roles, seed: int, name: str) -> Source:
     if roles.site is None:
         return Source(name, train, test, class_names, raw=inputs)
     sites, owner = table.names(roles.site, "site")
-    whole = all(site.isdecimal() and len(site) < 10 for site in sites)
+    whole = all(site.isdecimal() and site == str(int(site)) and len(site) < 10 for site in sites)  # 1 and 01 are two
     clients = np.array([int(site) for site in sites] if whole else sites)[owner]
     return Source(name, train, test, class_names, clients[train_rows], inputs, clients[test_rows])
 

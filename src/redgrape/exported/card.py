@@ -133,7 +133,9 @@ def _results(run: Mapping[str, Any], class_names: Sequence[str]) -> str:
         ]
         for figure, words in FIGURES.items()
     ]
-    few = "".join(f"Note: {note}.\n\n" for note in judged.notes(names, counts, run["class_counts"]))
+    in_bfloat16 = "for these figures the encoder multiplied in bfloat16; the model computes in float32, and may differ"
+    listed = [*judged.notes(names, counts, run["class_counts"]), *([in_bfloat16] if run.get("bfloat16") else [])]
+    few = "".join(f"Note: {note}.\n\n" for note in listed)
     return (
         f"{_tested_on(run)}\n\n{table(['accuracy', *columns], rows)}\n\n{few}{_head_and_tail(run)} This folder holds "
         f"the model of round {run['round']}; the mean is over the models of several rounds."

@@ -24,6 +24,8 @@ import torch
 from torch import Tensor, nn
 
 from redgrape import nets, own_code, tree
+from redgrape.data.partition import LIKE
+from redgrape.engines.devices import IN_BFLOAT16
 from redgrape.errors import ConfigError, StorageError, install, unknown
 from redgrape.exported.card import write_card
 from redgrape.exported.model import (
@@ -49,6 +51,9 @@ from redgrape.runs.figures import unpacked_record
 from redgrape.runs.finished import check_model, digest_of_state
 from redgrape.runs.folder import RunFolder
 from redgrape.tree import Tensors
+
+# Keys of paths. In [method], a hyper-parameter of own code may be one.
+_PATHS = (".start", ".data.source", ".data.partition", ".net.", ".method.")
 
 
 def check_free(out: Path) -> None:
@@ -105,7 +110,7 @@ def _described(
     card: dict[str, Any] = {
         "format": FORMAT,
         "weights": {"format": format, "sha256": ""},
-        "net": _without_paths(net.name),
+        "net": _without_folders(net.name),
         **({} if code is None else {"code": code}),
         **({"head": net.head, "size": pretrained.side(shape, net.size)} if net.is_pretrained else {}),
         "dtype": str(model["classifier.weight"].dtype).removeprefix("torch."),
@@ -144,6 +149,11 @@ def _with_encoder(head: Tensors, net: NetOptions, description: Description, envi
     return whole.state_dict() | named
 
 
+def was_in_bfloat16(environment: Mapping[str, Any]) -> bool:
+    """Whether the run's encoder multiplied in bfloat16. Here it never does: weights are kept in float32."""
+    return str(environment.get("device")).endswith(IN_BFLOAT16)
+
+
 def newest_state(folder: RunFolder, view: RunView) -> RunState:
     """The state of the newest intact checkpoint. For a finished run, only that of the last round is accepted, or that
     of the best if the experiment keeps it."""
@@ -168,7 +178,7 @@ def _facts(view: RunView, state: RunState, environment: Mapping[str, Any]) -> di
     summary = view.summary or {}
     return {
         "round": state.round,
-        "experiment": _without_paths(view.experiment),
+        "experiment": _for_others(view.experiment),
         "last": evaluated.get(state.round),
         "mean_of_last": summary.get("mean_of_last"),
         "per_class_mean_of_last": summary.get("per_class"),
@@ -179,23 +189,31 @@ def _facts(view: RunView, state: RunState, environment: Mapping[str, Any]) -> di
         "clients": judged.clients_in(environment),
         "groups": environment["groups"],
         "secure_aggregation": bool(environment.get("secure_aggregation")),
+        **({"bfloat16": True} if was_in_bfloat16(environment) else {}),
         "evaluated": environment.get("evaluated", "server"),
         "evaluated_from": 1 if environment.get("secure_aggregation") else environment.get("min_count", 1),
         "versions": {name: environment[name] for name in ("redgrape", "python", "torch", "numpy")},
     }
 
 
-def _without_paths(value: Any) -> Any:
-    """Keep only the last part of every path. Replace infinity, which JSON lacks, by a word."""
+def _for_others(value: Any, key: str = "") -> Any:
+    """A value of the experiment without the folders of this machine. Infinity, which JSON lacks, becomes a word."""
     if isinstance(value, Mapping):
-        return {name: _without_paths(inner) for name, inner in value.items()}
+        return {name: _for_others(inner, f"{key}.{name}") for name, inner in value.items()}
     if isinstance(value, list):
-        return [_without_paths(inner) for inner in value]
+        return [_for_others(inner, key) for inner in value]
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
-    if isinstance(value, str):
-        return value.replace("\\", "/").rstrip("/").rpartition("/")[2]
-    return value
+    return _without_folders(value) if isinstance(value, str) and key.startswith(_PATHS) else value
+
+
+def _without_folders(name: str) -> str:
+    """The last part of a path, or of that in `like:PATH`. The name of a pretrained encoder stays: a slash in it is no
+    folder."""
+    if pretrained.is_pretrained(name):
+        return name
+    like = LIKE if name.startswith(LIKE) else ""
+    return like + name.removeprefix(like).replace("\\", "/").rstrip("/").rpartition("/")[2]
 
 
 class _FromRawInputs(nn.Module):

@@ -71,14 +71,13 @@ def as_csv(predictions: Sequence[Prediction], class_names: Sequence[str]) -> str
 def read_inputs(path: Path, model: Model) -> tuple[Any, list[str]]:
     """Unlabelled inputs and their names: an image, a folder of images with or without sub-folders, `x` in an .npz file,
     or the rows of a table, counted from 1. Images are converted to the size and colours of the model."""
+    _check_exists(path, "an image, a folder of images, an .npz file with `x` or a table")
     if path.is_dir():
         with durable.storage_errors("read", path):
             files = sorted(file for file in path.rglob("*") if _is_image(file.relative_to(path)) and file.is_file())
         if not files:
             raise DataError(f"'{path}' holds no images ({' '.join(sorted(images.SUFFIXES))})")
         return _decoded(files, model), [file.relative_to(path).as_posix() for file in files]
-    if not path.exists():
-        raise DataError(f"'{path}' does not exist; pass an image, a folder of images, an .npz file with `x` or a table")
     if is_table(path.name):
         rows = read(path)
         return _columns_of(model, path).inputs(rows), [str(row + 1) for row in range(len(rows))]
@@ -90,13 +89,29 @@ def read_inputs(path: Path, model: Model) -> tuple[Any, list[str]]:
 
 
 def read_labelled(path: Path, model: Model) -> Examples:
-    """Labelled examples, from a folder of images with one sub-folder per class, an .npz file with `x` and `y`, or a
-    table with the columns of the training data. If the data names a test set, as for training (`test/`, `x_test`, rows
-    marked `test`), only that is read."""
+    """Labelled examples: a folder of images or a manifest, as for training, an .npz file with `x` and `y`, or a table
+    with the columns of the training data. If the data names a test set (`test/`, `x_test`, rows marked `test`), only
+    that is read."""
+    _check_exists(path, "a folder of images, a manifest.csv, an .npz file with `x` and `y`, or a table")
     if is_table(path.name) and path.is_file():
         return _labelled_table(path, model)
     _refuse_unread(path)
-    return _labelled_folder(path, model) if path.is_dir() else _labelled_npz(path, model)
+    return _labelled_images(path, model) if _lists_images(path) else _labelled_npz(path, model)
+
+
+def _check_exists(path: Path, instead: str) -> None:
+    with durable.storage_errors("read", path):
+        if not path.exists():
+            raise DataError(f"'{path}' does not exist; pass {instead}")
+
+
+def _lists_images(path: Path) -> bool:
+    return path.is_dir() or images.is_manifest(path)
+
+
+def _listed(path: Path, model: Model) -> list[images.Listed]:
+    with durable.storage_errors("read", path):
+        return images.for_evaluation(path, is_split="test" not in model.class_names)
 
 
 def _refuse_unread(path: Path) -> None:
@@ -106,10 +121,10 @@ def _refuse_unread(path: Path) -> None:
 
 def names_test_set(path: Path, model: Model) -> bool:
     """Whether the data names a test set. If not, all of it is used, even examples that the model was trained on."""
-    if path.is_dir():
-        return (path / "test").is_dir()
-    if is_table(path.name):
+    if is_table(path.name) and path.is_file():
         return _names_test_rows(_columns_of(model, path), read(path))
+    if _lists_images(path):
+        return any(split == "test" for *_, split in _listed(path, model))
     arrays = user_data.Arrays(path)
     return "x_test" in arrays or "test" in arrays
 
@@ -132,19 +147,13 @@ def unknown_values(path: Path, model: Model) -> list[str]:
     return notes
 
 
-def _labelled_folder(path: Path, model: Model) -> Examples:
-    with durable.storage_errors("read", path):
-        folders = images.visible_folders(path)
-        if {folder.name for folder in folders} == {"train", "test"} and "test" not in model.class_names:
-            folders = images.visible_folders(path / "test")
-        files, labels = [], []
-        for folder, label in zip(folders, _class_numbers([f.name for f in folders], model, path), strict=True):
-            found = images.images_of_class(folder, path)
-            files += found
-            labels += [label] * len(found)
-    if not files:
+def _labelled_images(path: Path, model: Model) -> Examples:
+    listed = _listed(path, model)
+    if not listed:
         raise DataError(f"'{path}' has no sub-folders; put labelled images in one sub-folder per class")
-    return Examples(_decoded(files, model), torch.tensor(labels))
+    names, labels = np.unique([name for _, name, *_ in listed], return_inverse=True)
+    numbers = torch.tensor(_class_numbers(names.tolist(), model, path))
+    return Examples(_decoded([file for file, *_ in listed], model), numbers[labels])
 
 
 def _labelled_npz(path: Path, model: Model) -> Examples:

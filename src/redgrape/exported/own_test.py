@@ -18,7 +18,7 @@ from redgrape.data.prepare import prepare
 from redgrape.data.sources import DATASETS
 from redgrape.determinism import same_bits_everywhere
 from redgrape.errors import ConfigError, DataError, StorageError
-from redgrape.exported.export import newest_state
+from redgrape.exported.export import newest_state, was_in_bfloat16
 from redgrape.exported.inference import BY_CALIBRATION, evaluate_batches, evaluate_calibrated
 from redgrape.learning import calibration, sums
 from redgrape.learning.calibration import Calibration
@@ -45,6 +45,7 @@ class OwnModel:
     net: Net
     round: int
     digest: str  # of its state
+    in_bfloat16: bool  # whether the run's encoder multiplied in it; here it computes in float32
 
     @classmethod
     def open(cls, path: Path, data_root: Path | None = None) -> OwnModel:
@@ -70,7 +71,8 @@ class OwnModel:
         net = experiment.builder(federation)()
         check_model(state, net.state_dict(), folder)
         net.load_state_dict(state.server["model"])
-        return cls(folder, experiment, federation, net.eval(), state.round, view.summary["state"])
+        rounded = was_in_bfloat16(view.environment)
+        return cls(folder, experiment, federation, net.eval(), state.round, view.summary["state"], rounded)
 
     def examples(self, on: Split) -> Examples:
         found = self.federation.test if on == "test" else self.federation.validation

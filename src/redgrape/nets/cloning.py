@@ -7,6 +7,7 @@ step. Copying a net that is never trained takes a fraction of that time.
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
 from types import FunctionType
@@ -21,6 +22,7 @@ from redgrape.nets.net import Net
 from redgrape.tree import Tensors
 
 _SIMPLE = (int, float, str, type(None), type, FunctionType)
+_CONTAINERS = (dict, list, set, OrderedDict)  # most are empty: a new one is faster than a deep copy
 
 
 def new_net(build: Callable[[], Net], weights: Tensors) -> Net:
@@ -91,7 +93,8 @@ class _Template:
                     memo = {id(piece.module): m for piece, m in zip(self.pieces, modules, strict=True)}
                     memo |= {id(old): new for old, new in zip(self.tensors, tensors, strict=True)}
                 value = vars(piece.module)[name]
-                vars(module)[name] = copy.deepcopy(value, memo) if value else type(value)()
+                empty = type(value) in _CONTAINERS and not value
+                vars(module)[name] = type(value)() if empty else copy.deepcopy(value, memo)
         return cast(Net, modules[0])
 
 

@@ -45,6 +45,13 @@ def ordinary(path: Path, error: type[RedgrapeError] = StorageError) -> Path:
     return path
 
 
+def check_no_folder(path: Path) -> None:
+    """Raise StorageError if no file can be written here, since there is a folder."""
+    with storage_errors("write", path):
+        if path.is_dir():
+            raise StorageError(f"'{path}' is a folder; name a file in it")
+
+
 def check_is_run(path: Path) -> None:
     """Raise StorageError if this is not the folder of a run."""
     if not (path / "experiment.toml").is_file():
@@ -85,11 +92,17 @@ def write_file(path: Path, data: bytes, mode: int = 0o666) -> None:
 
 def replace_file(path: Path, data: bytes, mode: int = 0o666) -> None:
     """Replace the content of the file atomically."""
+    check_no_folder(path)
     temporary = path.with_name(f".{path.name}.tmp")
     with storage_errors("write", path):
-        write_file(temporary, data, mode)
-        fault_point("rename")
-        temporary.replace(path)
+        try:
+            write_file(temporary, data, mode)
+            fault_point("rename")
+            temporary.replace(path)
+        except OSError:
+            with suppress(OSError):
+                temporary.unlink(missing_ok=True)
+            raise
         sync_folder(path.parent)
 
 

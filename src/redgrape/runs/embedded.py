@@ -47,4 +47,5 @@ def embed(
     for name, examples in split.items():
         rows = torch.arange(len(examples))
         arrays |= {f"x{name}": examples.inputs(rows, torch.float32).numpy(), f"y{name}": examples.labels.numpy()}
-    return arrays | ({} if data.clients is None else {"client": data.clients})
+    sites = {"client": data.clients, "client_test": data.test_clients}
+    return arrays | {name: named for name, named in sites.items() if named is not None}

@@ -60,6 +60,8 @@ def embed(options: argparse.Namespace) -> None:
 
     if not pretrained.is_pretrained(options.net):
         raise ConfigError(f"net '{options.net}' is not a pretrained encoder; choose {pretrained.LITE0}")
+    if options.out is not None:
+        durable.check_no_folder(options.out)
     net = NetOptions.parse({"name": options.net, "weights": options.weights, "size": options.size})
     with Progress(console=Console(stderr=True), disable=not sys.stderr.isatty()) as bar:
         task = bar.add_task("embedding")

@@ -189,6 +189,8 @@ def _scores_of_run(options: argparse.Namespace) -> dict[str, Any]:
         remedy = f"add --on {other}" if other else "docs/own-data.md says how data names sites"
         raise DataError(f"the {options.on} examples of '{options.model}' do not name their sites; {remedy}")
     scores = own.evaluate(options.on, options.shares)
+    if own.in_bfloat16:
+        _tell("the run's encoder multiplied in bfloat16; these figures are in float32, so they differ from the run's")
     if options.on == "test":
         try:
             own.keep(scores)
@@ -234,6 +236,8 @@ def predict(options: argparse.Namespace) -> None:
     from redgrape.exported.inference import as_csv, predict_file, unknown_values
     from redgrape.runs import durable
 
+    if options.out is not None:
+        durable.check_no_folder(options.out)
     model = open_model(options.model, options.code)
     predictions = predict_file(options.data, model)
     _tell_unfinished(model.card.get("run"))
