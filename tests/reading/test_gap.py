@@ -10,7 +10,7 @@ import pytest
 
 from redgrape.cli.main import run
 from redgrape.reading import gap
-from redgrape.reading.run_tables import Result
+from redgrape.reading.run_tables import Result, by_seed
 from redgrape.reading.run_view import RunView
 
 
@@ -24,9 +24,15 @@ def alone(*values: tuple[str, int, float]) -> Result:
     return Result("m@alone", [view(value, seed, alone=name) for name, seed, value in values])
 
 
+def test_a_seed_that_lacks_a_client_is_left_out() -> None:
+    assert alone(("n", 0, 0.3), ("s", 0, 0.5), ("n", 1, 0.3)).by_seed("balanced") == {0: 0.4}
+    assert by_seed([(0, "n", 0.3), (0, "s", 0.5), (1, "n", 0.3), (1, "s", None)]) == {0: 0.4}
+    assert by_seed([(0, "n", 2.0), (0, "s", 3.0)], together=sum) == {0: 5.0}
+
+
 def test_the_share_of_the_gap() -> None:
     sites = alone(("n", 0, 0.2), ("s", 0, 0.4), ("n", 1, 0.3), ("s", 1, 0.3))
-    assert sites.values("balanced") == pytest.approx([0.3, 0.3]) and sites.seeds == 2
+    assert sites.by_seed("balanced") == pytest.approx({0: 0.3, 1: 0.3}) and sites.seeds == 2
     results = [Result("m", [view(0.4), view(0.5, 1)]), sites, Result("m@pooled", [view(0.5, pooled=True)])]
     assert gap.notes(results) == [
         "m@alone: class-balanced accuracy 30.0 % as the mean of 2 clients, 25.0 % at the worst (n)",

@@ -273,6 +273,28 @@ def test_ages_count_rounds_since_a_class_was_released(copied: Path, tmp_path: Pa
     assert ages == [[0, 0, i, None] for i in range(ROUNDS)]
 
 
+def page_of(tiny: Values, *runs: tuple[dict[str, Any], dict[str, Any]]) -> dict[str, Any]:
+    """The page data of finished runs: the settings of each, and its result."""
+    readings = {}
+    for i, (settings, result) in enumerate(runs):
+        summary = {"mean_of_last": result, "averaged_rounds": [2], "per_class": []}
+        view = RunView(Path(f"run{i}"), Experiment.parse(tiny(**settings)).resolved(), None, [], summary)
+        readings[str(i)] = reading.Reading(view, [])
+    data = figures.page_data(readings)
+    assert data["damaged"] == []
+    return data
+
+
+def test_clients_alone_are_one_figure_a_seed(tiny: Values) -> None:
+    """And a seed that lacks one is left out."""
+    alone = {(0, "0"): 0.2, (0, "1"): 0.4, (1, "0"): 0.5, (1, "1"): 0.7, (2, "0"): 0.9}
+    each = {"clients_per_round": "none", "method__name": "fedavg"}
+    runs = [({**each, "seed": s, "data__alone": client}, {"accuracy": v}) for (s, client), v in alone.items()]
+    ((method,),) = [setting["methods"] for setting in page_of(tiny, *runs)["settings"]]
+    assert method["figures"]["accuracy"] == pytest.approx([0.3, 0.6])
+    assert method["cells"][0].startswith("45.0 ± 21.2")
+
+
 def test_page_asks_nobody_for_anything(runs: Path, tmp_path: Path) -> None:
     page = written(runs, out=tmp_path / "page.html")
     assert set(re.findall(r"https?:[^\s\"']*", page)) == {"http://www.w3.org/2000/svg"}  # a name, not an address

@@ -23,8 +23,8 @@ def notes(results: Sequence[Result]) -> list[str]:
     """Lines about class-balanced accuracy, if clients alone or pooled data are among the results."""
     means: dict[str, dict[str, float]] = {"@alone": {}, "@pooled": {}, "": {}}
     for r in results:
-        if values := r.values(FIGURE):
-            means[baseline(r.runs[0].experiment)][r.title] = sum(values) / len(values)
+        if values := r.by_seed(FIGURE):
+            means[baseline(r.runs[0].experiment)][r.title] = sum(values.values()) / len(values)
     alone, pooled, reached = means.values()
     told = [_by_client(r) for r in results if r.title in alone]
     for low, start in alone.items():
@@ -44,8 +44,9 @@ def _by_client(result: Result) -> str:
     """The mean over clients, and the worst of them."""
     values: dict[str, list[float]] = {}
     for run in result.runs:
-        values.setdefault(run.experiment["data"]["alone"], []).extend(result.of_run(run, FIGURE))
-    means = {name: sum(of_client) / len(of_client) for name, of_client in values.items() if of_client}
+        if (value := result.of_run(run, FIGURE)) is not None:
+            values.setdefault(run.client, []).append(value)
+    means = {name: sum(of_client) / len(of_client) for name, of_client in values.items()}
     worst = min(means, key=lambda name: (means[name], name))
     return (
         f"{result.label}: class-balanced accuracy {_percent(sum(means.values()) / len(means))} as the mean of "

@@ -101,6 +101,11 @@ class RunView:
         return run_label(self.experiment["method"]) + gap.baseline(self.experiment) + started(self.experiment)
 
     @property
+    def client(self) -> str:
+        """The client that was trained alone, or `none`."""
+        return str(self.experiment["data"].get("alone", "none"))
+
+    @property
     def uses_extra_data(self) -> bool:
         return bool(self.summary and self.summary.get("extra_data"))
 

@@ -6,8 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from redgrape.engines.devices import IN_BFLOAT16
-from redgrape.errors import ConfigError
-from redgrape.reading.run_tables import mean_std
+from redgrape.reading.run_tables import by_seed, mean_std, means
 from redgrape.reading.run_view import RunView, other_data
 from redgrape.reading.suites.description import Suite, label_text
 from redgrape.reading.suites.found_cells import Standing
@@ -90,7 +89,12 @@ def build(
         labels = standing.cell.labels
         places.setdefault((suite.row(labels), suite.column(labels)), []).append(standing)
     values = {
-        (*place, measure): _by_seed(group, measure, on) for place, group in places.items() for measure in suite.measures
+        (*place, measure): by_seed(
+            (s.cell.seed, s.client, means(s.view, on).get(measure) if s.view is not None and s.finished else None)
+            for s in group
+        )
+        for place, group in places.items()
+        for measure in suite.measures
     }
     entries = []
     for (row, column), group in places.items():
@@ -122,24 +126,6 @@ def _of_one_split(standings: Sequence[Standing]) -> list[Standing]:
         else s
         for s in standings
     ]
-
-
-def _by_seed(group: Sequence[Standing], measure: str, on: str) -> dict[int, float]:
-    """The figure for each seed. Clients that were trained alone give their mean, once all are finished."""
-    found: dict[int, list[float]] = {}
-    unfinished = {standing.cell.seed for standing in group if not standing.finished}
-    for standing in group:
-        if standing.cell.seed in unfinished:
-            continue
-        if standing.view is not None and standing.view.summary is not None:
-            means = standing.view.summary["mean_of_last" if on == "test" else "validation"]
-            if means is None:
-                raise ConfigError(
-                    f"'{standing.view.path}' was run without a validation set; hold one out with -c data.validation=10"
-                )
-            if means.get(measure) is not None:
-                found.setdefault(standing.cell.seed, []).append(means[measure])
-    return {seed: mean_std(values)[0] for seed, values in found.items()}
 
 
 def _notes(standings: Sequence[Standing], on: str) -> list[str]:
