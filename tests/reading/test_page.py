@@ -30,6 +30,7 @@ from forgery import vouch_for
 from redgrape.cli import main as cli
 from redgrape.errors import ConfigError
 from redgrape.reading.page import figures, reading
+from redgrape.reading.page.document import document
 from redgrape.reading.page.figures import text
 from redgrape.reading.page.reading import is_locked
 from redgrape.reading.page.serve import Server
@@ -907,6 +908,28 @@ def test_browser_switches_methods_and_tells_figures(browser: Browser, runs: Path
     for method in data["settings"][0]["methods"]:
         first = [data["rounds"][key]["accuracy"][0] for key in method["runs"]]
         assert f"{method['label']}{int(1000 * sum(first) / 2 + 0.5) / 10:.1f} (" in tip
+    assert browser.complaints == []
+
+
+@pytest.mark.slow
+def test_browser_counts_seeds_and_not_runs(browser: Browser, tiny: Values, tmp_path: Path) -> None:
+    """Clients alone are one seed. Of a column the highest of the printed means is bold."""
+    alone = {"clients_per_round": "none", "method__name": "fedavg"}
+    runs = [({**alone, "data__alone": str(k)}, {"accuracy": 0.2 + 0.3 * k}) for k in range(3)]
+    runs.append(({"method__name": "fedavg", "clients_per_round": "none"}, {"accuracy": 0.6}))
+    (tmp_path / "page.html").write_text(document(page_of(tiny, *runs), "runs"))
+    browser.open((tmp_path / "page.html").as_uri(), 1100)
+    card = "[...document.querySelectorAll('.card')].find((card) => card.firstChild.textContent === 'Results')"
+    said = browser.value(f"{card}.textContent")
+    assert "over seeds" not in said and "So few seeds" in said
+    rows = browser.value(
+        f"[...{card}.querySelector('tbody').rows].map((row) => [...row.cells].map((c) => c.textContent))"
+    )
+    assert [(row[0], row[1], row[-1]) for row in rows] == [
+        ("fedavg", "60.0", "1 seed"),
+        ("fedavg@alone", "50.0", "1 seed"),
+    ]
+    assert browser.value(f"[...{card}.querySelectorAll('.best')].map((c) => c.textContent)") == ["60.0"]
     assert browser.complaints == []
 
 
