@@ -1002,6 +1002,17 @@ def test_methods_and_data_are_compared_on_the_test_set_without_a_warning(command
     assert "tuning" not in good(command(*SWEEP, "method.name=fedavg,fedprox", "method.lr=0.1", "data.ir=2,4")).out
 
 
+def test_notes_of_a_sweep_over_data_say_which_data_they_are_of(command: Command, tmp_path: Path) -> None:
+    """The sets have three and four classes, and the last class of each has few test examples."""
+    for classes in (3, 4):
+        y, few = np.arange(20 * classes) % classes, np.repeat(np.arange(classes), [*[12] * (classes - 1), classes])
+        np.savez(tmp_path / f"{classes}.npz", x=np.eye(4)[y], y=y, x_test=np.eye(4)[few], y_test=few)
+    words = ["sweep", "--method", "fedavg", "--net", "linear", "--clients", "2", "--rounds", "1"]
+    out = good(command(*words, "data.source=3.npz,4.npz", "method.lr=0.1,0.2")).out.replace("\n  ", " ")
+    assert "note: data.source 3.npz: fewer than 10 test examples of class 2 (3)" in out
+    assert "note: data.source 4.npz: fewer than 10 test examples of class 3 (4)" in out
+
+
 def test_a_grid_of_a_method_of_ones_own_sees_that_its_file_has_changed(
     command: Command, remembering: Path, tmp_path: Path
 ) -> None:

@@ -19,7 +19,7 @@ from redgrape.errors import BusyError, ConfigError, DataError, Diverged, Redgrap
 from redgrape.reading import run_tables
 from redgrape.reading.run_view import RunView
 from redgrape.reading.suites import cost, description, formats, found_cells, grid, search, side_by_side, tables
-from redgrape.reading.suites.description import Cell, Label, Suite, text
+from redgrape.reading.suites.description import Cell, Label, Suite, label_text, text
 from redgrape.reading.suites.found_cells import Standing
 from redgrape.runs import durable
 from redgrape.runs.environment import Present
@@ -85,11 +85,24 @@ def sweep(options: argparse.Namespace) -> None:
         return
     standings, failures = _run(standings, options.out / options.name, options)
     notes = grid.tuning(suite.axes) if options.on == "test" else []
-    if done := [("", s.view) for s in standings if s.view is not None and s.finished]:
-        notes += run_tables.notes(run_tables.collect(done, options.on))
+    notes += _notes_by_data(standings, options.on)
     table = tables.build(suite, standings, on=options.on, command=_sweep_command(options), notes=notes)
     publish(table, options.out / options.name, as_json=options.json)
     raise_first(failures)
+
+
+def _notes_by_data(standings: Sequence[Standing], on: str) -> list[str]:
+    """The notes on the finished cells. One that does not hold for all data says for which."""
+    by_data: dict[str, list[tuple[str, RunView]]] = {}
+    for s in standings:
+        if s.view is not None and s.finished:
+            axes = [label_text(axis, label) for axis, label in s.cell.labels.items() if axis.startswith("data.")]
+            by_data.setdefault(", ".join(axes), []).append(("", s.view))
+    found: dict[str, list[str]] = {}
+    for data, runs in by_data.items():
+        for note in run_tables.notes(run_tables.collect(runs, on)):
+            found.setdefault(note, []).append(data)
+    return [note if len(of) == len(by_data) else f"{'; '.join(of)}: {note}" for note, of in found.items()]
 
 
 def _sweep_command(options: argparse.Namespace) -> str:
