@@ -293,7 +293,17 @@ def test_clients_alone_are_one_figure_a_seed(tiny: Values) -> None:
     runs = [({**each, "seed": s, "data__alone": client}, {"accuracy": v}) for (s, client), v in alone.items()]
     ((method,),) = [setting["methods"] for setting in page_of(tiny, *runs)["settings"]]
     assert method["figures"]["accuracy"] == pytest.approx([0.3, 0.6])
-    assert method["cells"][0].startswith("45.0 ± 21.2")
+    assert method["cells"][0] == "45.0 ± 21.2 (2 of 3 seeds)"
+
+
+def test_a_setting_says_if_its_runs_were_not_made_alike(runs: Path, copied: Path, tmp_path: Path) -> None:
+    change_json(copied / "fedavg-seed1" / "environment.json", lambda e: e.update(device="cuda", redgrape="0.1\x1b"))
+    (setting,) = data_of(written(copied, out=tmp_path / "page.html"))["settings"]
+    told = [note for note in setting["notes"] if note.startswith("not all made with")]
+    assert [note.endswith("(fedavg, seed 1)") for note in told] == [True, True]
+    assert "so that figures may differ: device cuda" in told[1] and "\x1b" not in told[0]
+    (alike,) = data_of(written(runs, out=tmp_path / "page.html"))["settings"]
+    assert not any("made with" in note for note in alike["notes"])
 
 
 def test_page_asks_nobody_for_anything(runs: Path, tmp_path: Path) -> None:

@@ -120,12 +120,17 @@ def mean_std(values: Sequence[float]) -> tuple[float, float | None]:
     return m, math.sqrt(sum((v - m) ** 2 for v in values) / (len(values) - 1))
 
 
-def cell(by_seed: Mapping[int, float]) -> str:
-    """`95.3 ± 0.4`, in percent."""
+def cell(by_seed: Mapping[int, float], seeds: int) -> str:
+    """`95.3 ± 0.4`, in percent. `seeds`: how many there are."""
     if not by_seed:
         return "–"
     m, std = mean_std(list(by_seed.values()))
-    return f"{100 * m:.1f}" + ("" if std is None else f" ± {100 * std:.1f}")
+    return f"{100 * m:.1f}" + ("" if std is None else f" ± {100 * std:.1f}") + some_of(by_seed, seeds)
+
+
+def some_of(by_seed: Mapping[int, float], seeds: int) -> str:
+    """A mark on a figure that not all seeds have."""
+    return "" if len(by_seed) == seeds else f" ({len(by_seed)} of {seeds} seeds)"
 
 
 def many_classes(results: Sequence[Result]) -> bool:
@@ -146,7 +151,7 @@ def caption(results: Sequence[Result]) -> str:
 def print_table(results: Sequence[Result]) -> None:
     """Print the figures of finished runs."""
     for figures in (FIGURES, *([OF_MANY_CLASSES] if many_classes(results) else [])):
-        rows = [[r.title, *[cell(r.by_seed(figure)) for figure in figures]] for r in results]
+        rows = [[r.title, *[cell(r.by_seed(figure), r.seeds) for figure in figures]] for r in results]
         print(terminal.table(["method", *[SHORT[figure] for figure in figures]], rows))
     print(terminal.paragraph(caption(results)))
     for note in notes(results):
@@ -175,7 +180,9 @@ def draw_per_class(results: Sequence[Result], path: Path) -> None:
             [start + (len(block) - 1) / 2 for start, block in zip(places[::size], blocks, strict=True)],
             [100 * mean for mean, _ in pairs],
             yerr=errors,
-            label=f"{terminal.printable(result.title)} (tail {cell(result.by_seed('tail'))})".replace("$", r"\$"),
+            label=f"{terminal.printable(result.title)} (tail {cell(result.by_seed('tail'), result.seeds)})".replace(
+                "$", r"\$"
+            ),
             color=colour,
             marker=None if wide else marker,
             capsize=3,

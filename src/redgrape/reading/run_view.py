@@ -165,6 +165,28 @@ def _data_defaults() -> dict[str, Any]:
     return defaults
 
 
+def machines(named: Sequence[tuple[str, RunView]]) -> list[str]:
+    """Notes on versions and machines, if the runs that record them differ, and on a smaller precision."""
+    from redgrape.engines.devices import IN_BFLOAT16
+    from redgrape.runs.environment import DECIDING
+
+    lines = []
+    for name in DECIDING:
+        made: dict[str, list[str]] = {}
+        for of_run, run in named:
+            if (recorded := (run.environment or {}).get(name)) is not None:
+                made.setdefault(str(recorded), []).append(of_run)
+        if len(made) > 1:
+            *few, most = sorted(made, key=lambda value: len(made[value]))
+            which = " · ".join(f"{value} ({'; '.join(made[value])})" for value in few)
+            what = "figures" if name == "device" else "last bits"
+            lines.append(f"not all made with {name} {most}, so that {what} may differ: {name} {which}")
+        rounded = sum(len(runs) for value, runs in made.items() if value.endswith(IN_BFLOAT16))
+        if rounded:
+            lines.append(f"the encoder multiplied in bfloat16 (--precision): {rounded} of {len(named)} runs")
+    return lines
+
+
 def find_runs(folder: Path) -> list[Path]:
     """Run folders at or below this one, up to two levels deep, even if their experiment.toml is missing. Then the
     records in this folder. A damaged file of records stands for them: its reader is told what is wrong with it."""

@@ -33,7 +33,7 @@ from redgrape.reading.gap import baseline
 from redgrape.reading.gap import notes as gap_notes
 from redgrape.reading.page.reading import Reading
 from redgrape.reading.run_tables import Result, by_seed, cell
-from redgrape.reading.run_view import EXTRA_DATA, other_data, run_label, started
+from redgrape.reading.run_view import EXTRA_DATA, machines, other_data, run_label, started
 from redgrape.reading.terminal import printable
 from redgrape.runs.figures import FIGURES, unpacked, window
 
@@ -262,7 +262,7 @@ def _settings(readings: Mapping[str, Reading], runs: Mapping[str, Any]) -> list[
             "title": title,
             "facts": _facts([readings[key] for key in keys])
             + ([["Not to be compared with others", text(reason)]] if reason else []),
-            "notes": _notes(readings[keys[0]], runs[keys[0]]["tested"]) + _gap(here, readings),
+            "notes": _notes(readings[keys[0]], runs[keys[0]]["tested"]) + _on_methods(here, readings),
             "methods": here,
         }
         for title, keys, reason, here in zip(titles, groups, why, methods, strict=True)
@@ -317,7 +317,7 @@ def _methods(keys: Sequence[str], readings: Mapping[str, Reading], runs: Mapping
                 "label": label + (EXTRA_DATA if extra else ""),
                 "runs": members,
                 "figures": {figure: list(seeds.values()) for figure, seeds in known.items()},
-                "cells": [cell(seeds) for seeds in known.values()],
+                "cells": [cell(seeds, len({runs[key]["seed"] for key in members})) for seeds in known.values()],
                 "hyper": [[text(name), text(value)] for name, value in experiment["method"].items()],
                 "file": file,
                 "toml": tomli_w.dumps(experiment),
@@ -327,11 +327,13 @@ def _methods(keys: Sequence[str], readings: Mapping[str, Reading], runs: Mapping
     return methods
 
 
-def _gap(methods: Sequence[Mapping[str, Any]], readings: Mapping[str, Reading]) -> list[str]:
-    """What federating gains, once runs of clients alone or of pooled data are finished."""
+def _on_methods(methods: Sequence[Mapping[str, Any]], readings: Mapping[str, Reading]) -> list[str]:
+    """What federating gains, once runs of clients alone or of pooled data are finished. And whether all runs were made
+    alike."""
     views = {method["label"]: [readings[key].view for key in method["runs"]] for method in methods}
     finished = [Result(label, of_method) for label, of_method in views.items() if all(v.summary for v in of_method)]
-    return [text(note) for note in gap_notes(finished)]
+    named = [(f"{label}, seed {v.experiment['seed']}", v) for label, of_method in views.items() for v in of_method]
+    return [printable(note) for note in [*gap_notes(finished), *machines(named)]]
 
 
 def _distinct(titles: Sequence[str], values: Sequence[Mapping[str, Any]]) -> list[str]:
