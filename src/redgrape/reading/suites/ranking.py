@@ -64,13 +64,13 @@ def _mean(standings: list[Standing], name: str, written: Callable[[float], str])
 
 
 def _facts(standings: list[Standing]) -> list[str]:
-    """What the method needs, and what the server sees of a client at best."""
+    """What the method of this row needs, and what the server sees of a client at best."""
     if not standings:
         return [DASH, DASH]
     experiment = standings[0].cell.experiment
     if where := baseline(experiment.resolved()):
         return [DASH, OUTSIDE[where]]
-    line = method_index.line(experiment.method.name)
+    line = method_index.line_of(experiment)
     return [DASH, DASH] if line is None else [", ".join(line.needs) or "nothing", line.discloses]
 
 
