@@ -1040,6 +1040,10 @@ def test_a_grid_of_a_method_of_ones_own_sees_that_its_file_has_changed(
         (["method.lr=0.1..1", "--search", "2", "--plan"], "--plan cannot predict"),
         (["method.lr=1..0.1", "--search", "2"], "is no range; write low..high"),
         (["method.lr=0..1:log", "--search", "2"], "its low end must be above 0"),
+        (["method.lr=1..inf", "--search", "2"], "is no range; write low..high"),
+        (["method.lr=0.1..1", "method.lr=2..3", "--search", "2"], "'method.lr' is named twice"),
+        (["seed=0..5", "--search", "2"], "pass them with --seeds"),
+        (["=0.1..1", "--search", "2"], "is not of the form key=value,value"),
     ],
 )
 def test_bad_grids_get_one_line(command: Command, axes: list[str], message: str, tmp_path: Path) -> None:
@@ -1050,9 +1054,9 @@ def test_bad_grids_get_one_line(command: Command, axes: list[str], message: str,
 
 
 def test_values_are_split_outside_brackets_and_quotes() -> None:
-    assert grid.axis("a.b=1,2.5,true,x") == ("a.b", [1, 2.5, True, "x"])
-    assert grid.axis("a=[0,1],[2]") == ("a", [[0, 1], [2]])
-    assert grid.axis('a="x,y",z') == ("a", ["x,y", "z"])
+    assert grid.labels("a.b=1,2.5,true,x") == [1, 2.5, True, "x"]
+    assert grid.labels("a=[0,1],[2]") == [[0, 1], [2]]
+    assert grid.labels('a="x,y",z') == ["x,y", "z"]
 
 
 class Sampler:
