@@ -13,6 +13,8 @@ import pytest
 from redgrape.cli import main as cli
 from redgrape.errors import StorageError
 from redgrape.reading import records, run_view
+from redgrape.reading.page.figures import page_data
+from redgrape.reading.page.reading import Reading
 from redgrape.reading.page.serve import Runs
 from redgrape.reading.run_view import RunView
 from redgrape.runs.experiment import Experiment
@@ -98,6 +100,8 @@ def test_a_record_is_no_run(run: RunView, tmp_path: Path, capsys: pytest.Capture
     records.add(file, {"a": record_of(run)})
     assert cli.run(["show", str(file / "a")]) == 0
     assert "accuracy per class" in capsys.readouterr().out
+    data = page_data({"record": Reading.of(file / "a"), "run": Reading.of(run.path)})
+    assert [data["runs"][key]["is_record"] for key in ("record", "run")] == [True, False]
     for words in (
         ["privacy", str(file / "a")],
         ["export", str(file / "a"), str(tmp_path / "m")],

@@ -128,6 +128,7 @@ def _run(reading: Reading, split: dict[str, Any] | None) -> dict[str, Any]:
         "name": text(view.path),
         "seed": int(view.experiment["seed"]),
         "state": reading.state,
+        "is_record": view.path.parent.is_file(),
         "done": view.rounds_done,
         "rounds": int(view.experiment["rounds"]),
         "split": text((view.environment or {}).get("split", "")),

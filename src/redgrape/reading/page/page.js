@@ -50,6 +50,7 @@ const NOT_YET = "No round has been evaluated yet.";
 const DRAWN = 300; // more classes make no readable matrix
 const TOO_MANY = "There are too many clients and classes to draw.";
 const AT_THE_END = "This is written when a run ends; `redgrape resume RUN` adds it to one of before redgrape wrote it.";
+const OF_RECORDS = "Records do not hold this; it is in the folder of a run.";
 
 const page = document.getElementById("page");
 const data = JSON.parse(document.getElementById("data").textContent);
@@ -97,6 +98,7 @@ const isShown = (method) => !chosen.hidden.has(method.label);
 const shown = () => setting().methods.filter(isShown);
 const splitOf = (method) => known(runsOf(method).map((run) => data.splits[run.split]))[0];
 const anySplit = () => known(setting().methods.map(splitOf))[0];
+const notThere = () => (setting().methods.flatMap(runsOf).every((run) => run.is_record) ? OF_RECORDS : AT_THE_END);
 const figuresOf = (method, figure) => method.figures[figure]; // of each seed
 const seedsOf = (runs) => [...new Set(runs.map((run) => run.seed))];
 // Of each seed, the mean over its runs: those of clients that were trained alone
@@ -427,7 +429,7 @@ function normSeries() {
 
 function normsCard() {
   const title = "How long the classifier's weight vector of each class is", series = normSeries();
-  if (!series.length) return card(title, READ.norms, missing(AT_THE_END));
+  if (!series.length) return card(title, READ.norms, missing(notThere()));
   const all = series.flatMap((s) => known(s.values));
   const bounds = [Math.max(0, smallest(all.map((v) => v.low)) - 0.05), largest(all.map((v) => v.high)) + 0.05];
   const norm = (s, i) => s.norms[i]?.mean.toFixed(3) ?? "–";
@@ -556,7 +558,7 @@ function confusionCard() {
   const title = "What is taken for what";
   const having = setting().methods.filter((method) => splitOf(method) && runsOf(method).some((run) => run.confusion));
   if (!having.length) {
-    return card(title, READ.confusion, missing((anySplit()?.order.length ?? 0) > DRAWN ? TOO_MANY : AT_THE_END));
+    return card(title, READ.confusion, missing((anySplit()?.order.length ?? 0) > DRAWN ? TOO_MANY : notThere()));
   }
   const method = having.find((m) => m.label === chosen.matrix) || having.find((m) => look(m) === 0) || having[0];
   const { order, class_names } = splitOf(method), names = order.map((c) => class_names[c]);

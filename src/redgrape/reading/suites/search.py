@@ -43,7 +43,9 @@ def space(assignments: Sequence[str]) -> Space:
             continue
         low, high = (grid.value(key, match[end]) for end in ("low", "high"))
         if not _is_number(low) or not _is_number(high) or not low < high:  # type: ignore[operator]  # both are numbers
-            raise ConfigError(f"'{assignment}' is no range; write low..high, finite numbers, as in method.lam=0.01..1:log")
+            raise ConfigError(
+                f"'{assignment}' is no range; write low..high, finite numbers, as in method.lam=0.01..1:log"
+            )
         if match["log"] and not low > 0:  # type: ignore[operator]
             raise ConfigError(f"'{assignment}' cannot be searched by order of magnitude; its low end must be above 0")
         found[key] = Range(low, high, bool(match["log"]))  # type: ignore[arg-type]
