@@ -302,7 +302,7 @@ def test_compare(command: Command, toml: Path, tmp_path: Path) -> None:
         (row,) = [line for line in table.splitlines() if line.startswith(f"| {method} ")]
         written = [cell.strip(" *") for cell in row.strip("|").split("|")]
         assert written == [method, *[f"{100 * mean:.2f} ± {100 * std:.2f}" for mean, std in pairs if std is not None]]
-        assert cell([s["mean_of_last"]["tail"] for s in summaries]).replace(" ", "") in outcome.out
+        assert cell({s["seed"]: s["mean_of_last"]["tail"] for s in summaries}, 2).replace(" ", "") in outcome.out
         assert [s["seed"] for s in summaries] == [0, 1]
     splits = [summary_of(tmp_path / "cmp" / name)["split"] for name in runs]
     assert splits[:2] == splits[2:]
@@ -395,9 +395,10 @@ def test_a_finished_run_keeps_the_mean_that_it_recorded(command: Command, finish
 def test_the_numbers_of_a_table() -> None:
     """Mean and standard deviation of a sample: of 0.5 and 0.7 they are 0.6 and sqrt(0.02)."""
     assert mean_std([0.5, 0.7]) == (pytest.approx(0.6), pytest.approx(0.02**0.5))
-    assert cell([0.5, 0.7]) == "60.0 ± 14.1"
-    assert cell([0.5]) == "50.0"
-    assert cell([]) == "–"
+    assert cell({0: 0.5, 1: 0.7}, seeds=2) == "60.0 ± 14.1"
+    assert cell({0: 0.5, 1: 0.7}, seeds=3) == "60.0 ± 14.1 (2 of 3 seeds)"
+    assert cell({0: 0.5}, seeds=1) == "50.0"
+    assert cell({}, seeds=1) == "–"
 
 
 # Looking at runs, methods and data

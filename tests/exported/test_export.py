@@ -410,6 +410,8 @@ def test_the_card_of_a_model_without_a_federation(tmp_path: Path, where: dict[st
     assert text.count(words) == 3  # what it is, its data, its privacy
     assert "clients in each: all" in text and "from none" not in text
     assert "ederated" not in text and "partition" not in text
+    assert "| accuracy | round 1 |\n" in text and "accuracy in round 1 |\n" in text  # no mean of a single round
+    assert "several rounds" not in text
 
 
 def given(class_names: list[str], probabilities: Any, labels: list[int]) -> dict[str, Any]:

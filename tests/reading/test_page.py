@@ -30,6 +30,7 @@ from forgery import vouch_for
 from redgrape.cli import main as cli
 from redgrape.errors import ConfigError
 from redgrape.reading.page import figures, reading
+from redgrape.reading.page.document import document
 from redgrape.reading.page.figures import text
 from redgrape.reading.page.reading import is_locked
 from redgrape.reading.page.serve import Server
@@ -271,6 +272,38 @@ def test_ages_count_rounds_since_a_class_was_released(copied: Path, tmp_path: Pa
     run = aged(copied / "redgrape-seed0")
     ages = data_of(written(run, out=tmp_path / "page.html"))["rounds"][str(run)]["age"]
     assert ages == [[0, 0, i, None] for i in range(ROUNDS)]
+
+
+def page_of(tiny: Values, *runs: tuple[dict[str, Any], dict[str, Any]]) -> dict[str, Any]:
+    """The page data of finished runs: the settings of each, and its result."""
+    readings = {}
+    for i, (settings, result) in enumerate(runs):
+        summary = {"mean_of_last": result, "averaged_rounds": [2], "per_class": []}
+        view = RunView(Path(f"run{i}"), Experiment.parse(tiny(**settings)).resolved(), None, [], summary)
+        readings[str(i)] = reading.Reading(view, [])
+    data = figures.page_data(readings)
+    assert data["damaged"] == []
+    return data
+
+
+def test_clients_alone_are_one_figure_a_seed(tiny: Values) -> None:
+    """And a seed that lacks one is left out."""
+    alone = {(0, "0"): 0.2, (0, "1"): 0.4, (1, "0"): 0.5, (1, "1"): 0.7, (2, "0"): 0.9}
+    each = {"clients_per_round": "none", "method__name": "fedavg"}
+    runs = [({**each, "seed": s, "data__alone": client}, {"accuracy": v}) for (s, client), v in alone.items()]
+    ((method,),) = [setting["methods"] for setting in page_of(tiny, *runs)["settings"]]
+    assert method["figures"]["accuracy"] == pytest.approx([0.3, 0.6])
+    assert method["cells"][0] == "45.0 ± 21.2 (2 of 3 seeds)"
+
+
+def test_a_setting_says_if_its_runs_were_not_made_alike(runs: Path, copied: Path, tmp_path: Path) -> None:
+    change_json(copied / "fedavg-seed1" / "environment.json", lambda e: e.update(device="cuda", redgrape="0.1\x1b"))
+    (setting,) = data_of(written(copied, out=tmp_path / "page.html"))["settings"]
+    told = [note for note in setting["notes"] if note.startswith("not all made with")]
+    assert [note.endswith("(fedavg, seed 1)") for note in told] == [True, True]
+    assert "so that figures may differ: device cuda" in told[1] and "\x1b" not in told[0]
+    (alike,) = data_of(written(runs, out=tmp_path / "page.html"))["settings"]
+    assert not any("made with" in note for note in alike["notes"])
 
 
 def test_page_asks_nobody_for_anything(runs: Path, tmp_path: Path) -> None:
@@ -885,6 +918,28 @@ def test_browser_switches_methods_and_tells_figures(browser: Browser, runs: Path
     for method in data["settings"][0]["methods"]:
         first = [data["rounds"][key]["accuracy"][0] for key in method["runs"]]
         assert f"{method['label']}{int(1000 * sum(first) / 2 + 0.5) / 10:.1f} (" in tip
+    assert browser.complaints == []
+
+
+@pytest.mark.slow
+def test_browser_counts_seeds_and_not_runs(browser: Browser, tiny: Values, tmp_path: Path) -> None:
+    """Clients alone are one seed. Of a column the highest of the printed means is bold."""
+    alone = {"clients_per_round": "none", "method__name": "fedavg"}
+    runs = [({**alone, "data__alone": str(k)}, {"accuracy": 0.2 + 0.3 * k}) for k in range(3)]
+    runs.append(({"method__name": "fedavg", "clients_per_round": "none"}, {"accuracy": 0.6}))
+    (tmp_path / "page.html").write_text(document(page_of(tiny, *runs), "runs"))
+    browser.open((tmp_path / "page.html").as_uri(), 1100)
+    card = "[...document.querySelectorAll('.card')].find((card) => card.firstChild.textContent === 'Results')"
+    said = browser.value(f"{card}.textContent")
+    assert "over seeds" not in said and "So few seeds" in said
+    rows = browser.value(
+        f"[...{card}.querySelector('tbody').rows].map((row) => [...row.cells].map((c) => c.textContent))"
+    )
+    assert [(row[0], row[1], row[-1]) for row in rows] == [
+        ("fedavg", "60.0", "1 seed"),
+        ("fedavg@alone", "50.0", "1 seed"),
+    ]
+    assert browser.value(f"[...{card}.querySelectorAll('.best')].map((c) => c.textContent)") == ["60.0"]
     assert browser.complaints == []
 
 

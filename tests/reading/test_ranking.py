@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 
+from redgrape.reading import method_index
 from redgrape.reading.run_view import RunView
 from redgrape.reading.suites import description, formats, found_cells, ranking, tables
 from redgrape.reading.suites.blocks import FULL
 from redgrape.reading.suites.description import Cell
 from redgrape.reading.suites.found_cells import Standing
+from redgrape.runs.experiment import Experiment
 
 ROOT = Path(__file__).resolve().parents[2]
 SUITE = description.load("frozen100")
@@ -77,6 +79,24 @@ def test_costs_and_facts() -> None:
     assert (shown[alone]["overall"], shown[alone]["MB up"], shown[alone]["seconds"]) == ("14.50 ± 0.00", "–", "20")
     assert "no federation" in shown[pooled]["the server sees"]
     assert cells(table_of({"LDA": [0.1] * 3}, seconds=None))["LDA"]["seconds"] == "–"
+
+
+def test_the_facts_of_a_row_are_those_of_its_settings() -> None:
+    settings = {"vine": {}, "vine, stateless": {"preset": "stateless"}}
+    lines = {
+        label: method_index.line_of(Experiment.parse({"method": {"name": "vine", **more}}))
+        for label, more in settings.items()
+    }
+    needs = {label: line.needs for label, line in lines.items() if line is not None}
+    assert needs == {
+        "vine": ("state at the clients", "the clients' summed class counts"),
+        "vine, stateless": ("the clients' summed class counts",),
+    }
+
+
+def test_a_method_of_ones_own_is_not_run_to_tell_what_it_needs(remembering: Path) -> None:
+    experiment = Experiment.parse({"method": {"name": str(remembering)}})
+    assert method_index.line_of(experiment) is None
 
 
 def test_every_format_has_the_ranked_table(tmp_path: Path) -> None:

@@ -13,6 +13,9 @@ import pytest
 from redgrape.cli import main as cli
 from redgrape.errors import StorageError
 from redgrape.reading import records, run_view
+from redgrape.reading.page.figures import page_data
+from redgrape.reading.page.reading import Reading
+from redgrape.reading.page.serve import Runs
 from redgrape.reading.run_view import RunView
 from redgrape.runs.experiment import Experiment
 
@@ -97,6 +100,8 @@ def test_a_record_is_no_run(run: RunView, tmp_path: Path, capsys: pytest.Capture
     records.add(file, {"a": record_of(run)})
     assert cli.run(["show", str(file / "a")]) == 0
     assert "accuracy per class" in capsys.readouterr().out
+    data = page_data({"record": Reading.of(file / "a"), "run": Reading.of(run.path)})
+    assert [data["runs"][key]["is_record"] for key in ("record", "run")] == [True, False]
     for words in (
         ["privacy", str(file / "a")],
         ["export", str(file / "a"), str(tmp_path / "m")],
@@ -105,6 +110,40 @@ def test_a_record_is_no_run(run: RunView, tmp_path: Path, capsys: pytest.Capture
         assert cli.run(words) == StorageError.exit_code
         (line,) = capsys.readouterr().err.splitlines()
         assert "is a record" in line or "not a run folder" in line or "has no record 'b'" in line
+
+
+def test_a_damaged_file_hides_no_other(
+    run: RunView, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("bad", "good"):
+        records.add(Path("results", f"{name}-quick.jsonl"), {"a": record_of(run)})
+    Path("results/bad-quick.jsonl").write_text(json.dumps(records.FORMAT) + "\nno record\n")
+    wrong = "'results/bad-quick.jsonl' is damaged in line 2"
+    Path("page.md").write_text("<!-- fig_lambda quick:begin -->\n<!-- fig_lambda quick:end -->\n")
+    table = "reproduce fig_lambda --scale quick --no-run"
+    # a page of results must not lose them
+    for words, code in {
+        "ls results": 0,
+        "report results --out page.html": 0,
+        table: 0,
+        f"{table} --into page.md": 74,
+    }.items():
+        assert cli.run(words.split()) == code
+        assert capsys.readouterr().err.count(wrong) == 1
+    rows = Runs(Path("results")).listed()
+    assert [(row["id"], row["state"]) for row in rows] == [
+        ("bad-quick.jsonl", "damaged"),
+        ("good-quick.jsonl/a", "finished"),
+    ]
+    assert wrong in rows[0]["reason"]
+
+
+def test_another_file_is_not_called_damaged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "README.md").write_text("# Read me\n")
+    for command in ("show", "privacy"):
+        assert cli.run([command, str(tmp_path / "README.md" / "x")]) == StorageError.exit_code
+        assert "README.md' is no file of records" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("file", records.files(ROOT / "results"), ids=lambda path: path.stem)

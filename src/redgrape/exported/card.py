@@ -121,9 +121,9 @@ def _results(run: Mapping[str, Any], class_names: Sequence[str]) -> str:
     last, mean = run["last"], run["mean_of_last"]
     if last is None and mean is None:
         return f"The model of round {run['round']} was not evaluated."
-    columns = {f"round {run['round']}": last}
-    if mean is not None:
-        columns[f"mean of the last {len(run['averaged_rounds'])} evaluations"] = mean
+    columns = {_round(run): last}
+    if averaged := _averaged(run):
+        columns[f"mean of the last {averaged} evaluations"] = mean
     counts, names = run["test_counts"], [plain(name) for name in class_names]
     over = judged.over_classes(counts)
     rows = [
@@ -136,10 +136,21 @@ def _results(run: Mapping[str, Any], class_names: Sequence[str]) -> str:
     in_bfloat16 = "for these figures the encoder multiplied in bfloat16; the model computes in float32, and may differ"
     listed = [*judged.notes(names, counts, run["class_counts"]), *([in_bfloat16] if run.get("bfloat16") else [])]
     few = "".join(f"Note: {note}.\n\n" for note in listed)
-    return (
-        f"{_tested_on(run)}\n\n{table(['accuracy', *columns], rows)}\n\n{few}{_head_and_tail(run)} This folder holds "
-        f"the model of round {run['round']}; the mean is over the models of several rounds."
+    of_several = (
+        f" This folder holds the model of round {run['round']}; the mean is over the models of several rounds."
+        if averaged
+        else ""
     )
+    return f"{_tested_on(run)}\n\n{table(['accuracy', *columns], rows)}\n\n{few}{_head_and_tail(run)}{of_several}"
+
+
+def _round(run: Mapping[str, Any]) -> str:
+    return f"round {run['round']}{', the best by validation' if run.get('best_round') else ''}"
+
+
+def _averaged(run: Mapping[str, Any]) -> int:
+    """The number of evaluations in the means of the run. 0 if there is no mean over several."""
+    return len(rounds) if len(rounds := run["averaged_rounds"] or []) > 1 else 0
 
 
 def _tested_on(run: Mapping[str, Any]) -> str:
@@ -170,21 +181,20 @@ def _head_and_tail(run: Mapping[str, Any]) -> str:
 def _classes(card: Mapping[str, Any]) -> str:
     run = card["run"]
     group = {c: name for name in ("head", "middle", "tail") for c in run["groups"][name]}
-    last = (run["last"] or {}).get("per_class")
-    mean = run["per_class_mean_of_last"]
+    accuracies = {f"accuracy in {_round(run)}": (run["last"] or {}).get("per_class")}
+    if _averaged(run):
+        accuracies["mean of the last"] = run["per_class_mean_of_last"]
     rows = [
         [
             plain(name),
             group.get(c, "–"),
             str(run["class_counts"][c]) if run["class_counts"] else "–",
             str(run["test_counts"][c]) if run["test_counts"] else "–",
-            percent(last[c] if last else None),
-            percent(mean[c] if mean else None),
+            *(percent(values[c] if values else None) for values in accuracies.values()),
         ]
         for c, name in enumerate(card["class_names"])
     ]
-    accuracy = [f"accuracy in round {run['round']}", "mean of the last"]
-    return table(["class", "group", "training examples", "test examples", *accuracy], rows)
+    return table(["class", "group", "training examples", "test examples", *accuracies], rows)
 
 
 def _data(run: Mapping[str, Any]) -> str:

@@ -183,6 +183,7 @@ def _facts(view: RunView, state: RunState, environment: Mapping[str, Any]) -> di
         "mean_of_last": summary.get("mean_of_last"),
         "per_class_mean_of_last": summary.get("per_class"),
         "averaged_rounds": summary.get("averaged_rounds"),
+        "best_round": summary.get("best_round"),
         "split": environment["split"],
         "class_counts": environment["class_counts"],
         "test_counts": judged.counts_of(environment, summary),

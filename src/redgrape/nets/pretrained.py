@@ -30,7 +30,8 @@ from redgrape.tree import Tensors
 STEP = 32  # pixels; sides are multiples of it
 SMALLEST, LARGEST = 64, 224  # the default side of an encoder's images lies in between
 LITE0 = "efficientnet_lite0"
-LITE0_SHA256 = "579344248a93e23026e6b78f1f6faf0bc1d282386f6c881cdbaacd49cabf77db"
+LITE0_SHA256 = "579344248a93e23026e6b78f1f6faf0bc1d282386f6c881cdbaacd49cabf77db"  # of its file
+LITE0_DIGEST = "cc88b3e5b21b89b5752cc951107f86010c28ced43b98d49a73ab81cd238f360e"  # of the tensors in it
 
 
 @dataclass(frozen=True)
@@ -100,17 +101,11 @@ def load(net: Net, name: str, path: str | None = None) -> None:
 
 def digest(name: str, path: str | None = None) -> str:
     """SHA-256 of the pretrained tensors."""
-    return _digest_lite0() if name == LITE0 and path is None else _digest(weights(name, path))
+    return LITE0_DIGEST if name == LITE0 and path is None else _digest(weights(name, path))
 
 
 def _digest(tensors: Tensors) -> str:
     return hashlib.sha256(tree.to_bytes(tensors)).hexdigest()
-
-
-@cache
-def _digest_lite0() -> str:
-    """Its file is known, so this is computed once: a suite asks for every cell."""
-    return _digest(weights(LITE0))
 
 
 @cache

@@ -35,7 +35,7 @@ def files(folder: Path) -> list[Path]:
 
 
 def read(file: Path) -> dict[str, Record]:
-    """The records of a file, by name. Raise StorageError if a line is damaged."""
+    """The records of a file, by name. Raise StorageError if a line is damaged, or if it is another file."""
     with durable.storage_errors("read", file):
         state = durable.ordinary(file).stat()
     return _read(file, state.st_mtime_ns, state.st_size)
@@ -44,6 +44,8 @@ def read(file: Path) -> dict[str, Record]:
 @lru_cache(maxsize=64)
 def _read(file: Path, changed: int, size: int) -> dict[str, Record]:
     """Read the file, once for each state of it."""
+    if not _is_ours(file):
+        raise StorageError(f"'{file}' is no file of records; `redgrape ls FOLDER` lists runs and records")
     with durable.storage_errors("read", file):
         lines = file.read_bytes().splitlines()[1:]
     shared: dict[str, Any] = {}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,10 @@ BEST = "of the best round by validation"
 POINTS = 100  # with very many classes, a figure shows the means of this many neighbourhoods
 
 
+def mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
 @dataclass(frozen=True)
 class Result:
     """The runs of one method over seeds."""
@@ -39,27 +43,15 @@ class Result:
     runs: list[RunView]
     on: str = "test"  # or validation, for choosing hyper-parameters
 
-    def values(self, figure: str) -> list[float]:
-        """The figure for each seed. Clients that were trained alone give their mean."""
-        by_seed: dict[int, list[float]] = {}
-        for run in self.runs:
-            by_seed.setdefault(run.experiment["seed"], []).extend(self.of_run(run, figure))
-        return [sum(values) / len(values) for values in by_seed.values() if values]
+    def by_seed(self, figure: str) -> dict[int, float]:
+        return by_seed((run.experiment["seed"], run.client, self.of_run(run, figure)) for run in self.runs)
 
-    def of_run(self, run: RunView, figure: str) -> list[float]:
-        """The figure of one run; none if no example decides it."""
-        value = self._means(run).get(figure)  # older runs lack some figures
-        return [] if value is None else [value]
+    def of_run(self, run: RunView, figure: str) -> float | None:
+        return means(run, self.on).get(figure)
 
     @property
     def seeds(self) -> int:
         return len({run.experiment["seed"] for run in self.runs})
-
-    def _means(self, run: RunView) -> dict[str, Any]:
-        means = _summary(run)["mean_of_last"] if self.on == "test" else _summary(run).get("validation")
-        if means is None:
-            raise ConfigError(f"'{run.path}' was run without a validation set; hold one out with -c data.validation=10")
-        return dict(means)
 
     @property
     def title(self) -> str:
@@ -70,6 +62,28 @@ class Result:
         """The accuracies of all seeds, for each class."""
         classes = zip(*[_summary(run)["per_class"] for run in self.runs], strict=True)
         return [[value for value in values if value is not None] for values in classes]
+
+
+def means(run: RunView, on: str = "test") -> dict[str, float | None]:
+    """The figures of a finished run: None if no example decides it. Older runs lack some."""
+    found = _summary(run)["mean_of_last"] if on == "test" else _summary(run).get("validation")
+    if found is None:
+        raise ConfigError(f"'{run.path}' was run without a validation set; hold one out with -c data.validation=10")
+    return dict(found)
+
+
+def by_seed(
+    figures: Iterable[tuple[int, str, float | None]], together: Callable[[list[float]], float] = mean
+) -> dict[int, float]:
+    """The figure of each seed, from those of its runs: (seed, client alone, figure). Clients that were trained alone
+    give their mean. A seed is left out if it has no figure of a client that another seed has."""
+    every = list(figures)
+    whole = {}
+    for seed in dict.fromkeys(seed for seed, _, _ in every):
+        known = [(client, value) for s, client, value in every if s == seed and value is not None]
+        if {client for client, _ in known} == {client for _, client, _ in every}:
+            whole[seed] = together([value for _, value in known])
+    return whole
 
 
 def counts(results: Sequence[Result]) -> list[int] | None:
@@ -100,23 +114,28 @@ def collect(runs: Iterable[tuple[str, RunView]], on: str = "test") -> list[Resul
 
 def mean_std(values: Sequence[float]) -> tuple[float, float | None]:
     """The mean and the sample standard deviation. The latter is None for fewer than two values."""
-    mean = sum(values) / len(values)
+    m = mean(values)
     if len(values) < 2:
-        return mean, None
-    return mean, math.sqrt(sum((v - mean) ** 2 for v in values) / (len(values) - 1))
+        return m, None
+    return m, math.sqrt(sum((v - m) ** 2 for v in values) / (len(values) - 1))
 
 
-def cell(values: Sequence[float]) -> str:
-    """`95.3 ± 0.4`, in percent."""
-    if not values:
+def cell(by_seed: Mapping[int, float], seeds: int) -> str:
+    """`95.3 ± 0.4`, in percent. `seeds`: how many there are."""
+    if not by_seed:
         return "–"
-    mean, std = mean_std(values)
-    return f"{100 * mean:.1f}" + ("" if std is None else f" ± {100 * std:.1f}")
+    m, std = mean_std(list(by_seed.values()))
+    return f"{100 * m:.1f}" + ("" if std is None else f" ± {100 * std:.1f}") + some_of(by_seed, seeds)
+
+
+def some_of(by_seed: Mapping[int, float], seeds: int) -> str:
+    """A mark on a figure that not all seeds have."""
+    return "" if len(by_seed) == seeds else f" ({len(by_seed)} of {seeds} seeds)"
 
 
 def many_classes(results: Sequence[Result]) -> bool:
     """Whether the runs have figures by the training examples of a class, and the top-5 accuracy."""
-    return all(figure in r._means(run) for r in results for run in r.runs for figure in OF_MANY_CLASSES)
+    return all(figure in means(run, r.on) for r in results for run in r.runs for figure in OF_MANY_CLASSES)
 
 
 def caption(results: Sequence[Result]) -> str:
@@ -132,7 +151,7 @@ def caption(results: Sequence[Result]) -> str:
 def print_table(results: Sequence[Result]) -> None:
     """Print the figures of finished runs."""
     for figures in (FIGURES, *([OF_MANY_CLASSES] if many_classes(results) else [])):
-        rows = [[r.title, *[cell(r.values(figure)) for figure in figures]] for r in results]
+        rows = [[r.title, *[cell(r.by_seed(figure), r.seeds) for figure in figures]] for r in results]
         print(terminal.table(["method", *[SHORT[figure] for figure in figures]], rows))
     print(terminal.paragraph(caption(results)))
     for note in notes(results):
@@ -161,7 +180,9 @@ def draw_per_class(results: Sequence[Result], path: Path) -> None:
             [start + (len(block) - 1) / 2 for start, block in zip(places[::size], blocks, strict=True)],
             [100 * mean for mean, _ in pairs],
             yerr=errors,
-            label=f"{terminal.printable(result.title)} (tail {cell(result.values('tail'))})".replace("$", r"\$"),
+            label=f"{terminal.printable(result.title)} (tail {cell(result.by_seed('tail'), result.seeds)})".replace(
+                "$", r"\$"
+            ),
             color=colour,
             marker=None if wide else marker,
             capsize=3,

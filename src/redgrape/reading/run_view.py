@@ -46,7 +46,7 @@ class RunView:
     def read(cls, path: Path) -> RunView:
         """Read a run folder. All readers use this. It checks the files against their checksums and against each other.
         It raises StorageError if they do not match. It takes no lock and loads no method."""
-        if path.parent.is_file():
+        if path.parent.is_file() and records.read(path.parent):
             raise StorageError(f"'{path}' is a record, without weights and lists of clients; name the folder of a run")
         for _ in range(TRIES - 1):
             with suppress(StorageError):
@@ -99,6 +99,11 @@ class RunView:
     @property
     def label(self) -> str:
         return run_label(self.experiment["method"]) + gap.baseline(self.experiment) + started(self.experiment)
+
+    @property
+    def client(self) -> str:
+        """The client that was trained alone, or `none`."""
+        return str(self.experiment["data"].get("alone", "none"))
 
     @property
     def uses_extra_data(self) -> bool:
@@ -160,16 +165,47 @@ def _data_defaults() -> dict[str, Any]:
     return defaults
 
 
+def machines(named: Sequence[tuple[str, RunView]]) -> list[str]:
+    """Notes on versions and machines, if the runs that record them differ, and on a smaller precision."""
+    from redgrape.engines.devices import IN_BFLOAT16
+    from redgrape.runs.environment import DECIDING
+
+    lines = []
+    for name in DECIDING:
+        made: dict[str, list[str]] = {}
+        for of_run, run in named:
+            if (recorded := (run.environment or {}).get(name)) is not None:
+                made.setdefault(str(recorded), []).append(of_run)
+        if len(made) > 1:
+            *few, most = sorted(made, key=lambda value: len(made[value]))
+            which = " · ".join(f"{value} ({'; '.join(made[value])})" for value in few)
+            what = "figures" if name == "device" else "last bits"
+            lines.append(f"not all made with {name} {most}, so that {what} may differ: {name} {which}")
+        rounded = sum(len(runs) for value, runs in made.items() if value.endswith(IN_BFLOAT16))
+        if rounded:
+            lines.append(f"the encoder multiplied in bfloat16 (--precision): {rounded} of {len(named)} runs")
+    return lines
+
+
 def find_runs(folder: Path) -> list[Path]:
     """Run folders at or below this one, up to two levels deep, even if their experiment.toml is missing. Then the
-    records in this folder."""
+    records in this folder. A damaged file of records stands for them: its reader is told what is wrong with it."""
     candidates = [folder, *sorted(folder.glob("*")), *sorted(folder.glob("*/*"))]
     runs = [path for path in candidates if any((path / name).is_file() for name in TELLTALE)]
-    return [*runs, *(file / name for file in records.files(folder) for name in records.read(file))]
+    return [*runs, *(path for file in records.files(folder) for path in _records_in(file))]
+
+
+def _records_in(file: Path) -> list[Path]:
+    try:
+        return [file / name for name in records.read(file)]
+    except StorageError:
+        return [file]
 
 
 def view(path: Path) -> RunView:
     """The run or the record at this path."""
+    if path.is_file() and records.read(path):
+        raise StorageError(f"'{path}' holds several records; name one, as in `redgrape show {path}/NAME`")
     return RunView.recorded(path) if path.parent.is_file() else RunView.read(path)
 
 

@@ -34,16 +34,16 @@ class Payload:
     logged: tuple[str, ...]
 
 
-def payload(method: Method, net: str, shape: tuple[int, ...], num_classes: int) -> Payload:
-    """Measure a round with one client that has two examples of every class."""
+def payload(method: Method, net: str, shape: tuple[int, ...], num_classes: int, rounds: int = 1) -> Payload:
+    """Measure a round with one client that has two examples of every class: the last of so many."""
     if 2 * num_classes * math.prod(shape) > LARGEST_TRY:
         raise ConfigError(f"{num_classes} classes of {'x'.join(map(str, shape))} inputs are too large to try")
     labels = torch.arange(num_classes).repeat(2)
     examples = Examples(torch.rand(len(labels), *shape, generator=torch.Generator().manual_seed(0)), labels)
     federation = Federation([examples], examples, num_classes, auxiliary=examples)
     tried = type(method)(**{**dict(method), **method.cheap, "epochs": 1})
-    with Training(tried, federation, partial(nets.build, net, shape, num_classes, 0), rounds=1) as training:
-        (step,) = training.steps()
+    with Training(tried, federation, partial(nets.build, net, shape, num_classes, 0), rounds=rounds) as training:
+        *_, step = training.steps()
         return Payload(
             step.record["bytes_down"],
             step.record["bytes_up"],

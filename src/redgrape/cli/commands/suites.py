@@ -17,10 +17,11 @@ from redgrape.cli.main import ending_at_signals
 from redgrape.cli.publish import publish
 from redgrape.errors import BusyError, ConfigError, DataError, Diverged, RedgrapeError, StorageError, TooFewClients
 from redgrape.reading import run_tables
-from redgrape.reading.run_view import RunView
+from redgrape.reading.run_view import RunView, find_runs, view
 from redgrape.reading.suites import cost, description, formats, found_cells, grid, search, side_by_side, tables
-from redgrape.reading.suites.description import Cell, Label, Suite, text
+from redgrape.reading.suites.description import Cell, Label, Suite, label_text, text
 from redgrape.reading.suites.found_cells import Standing
+from redgrape.reading.terminal import printable
 from redgrape.runs import durable
 from redgrape.runs.environment import Present
 from redgrape.runs.experiment import Experiment
@@ -37,6 +38,7 @@ def reproduce(options: argparse.Namespace) -> None:
         with durable.storage_errors("read", options.into):
             page = durable.ordinary(options.into).read_text(encoding="utf-8")
         formats.marks(suite.name, options.scale, page)
+    _tell_damaged_records(options.results, required=page is not None)
     standings = _standings(cells, options, None if options.no_run else _present(options))
     if options.plan or options.dry_run:
         _print_plan(standings, options)
@@ -77,6 +79,7 @@ def sweep(options: argparse.Namespace) -> None:
         _search(values, seeds, options)
         return
     suite = grid.suite(options.name, values, options.grid, seeds, options.reference)
+    _tell_damaged_records(options.results)
     standings = _standings(suite.cells("sweep"), options, _present(options))
     if options.on == "validation":
         _require_validation(standings)
@@ -85,11 +88,24 @@ def sweep(options: argparse.Namespace) -> None:
         return
     standings, failures = _run(standings, options.out / options.name, options)
     notes = grid.tuning(suite.axes) if options.on == "test" else []
-    if done := [("", s.view) for s in standings if s.view is not None and s.finished]:
-        notes += run_tables.notes(run_tables.collect(done, options.on))
+    notes += _notes_by_data(standings, options.on)
     table = tables.build(suite, standings, on=options.on, command=_sweep_command(options), notes=notes)
     publish(table, options.out / options.name, as_json=options.json)
     raise_first(failures)
+
+
+def _notes_by_data(standings: Sequence[Standing], on: str) -> list[str]:
+    """The notes on the finished cells. One that does not hold for all data says for which."""
+    by_data: dict[str, list[tuple[str, RunView]]] = {}
+    for s in standings:
+        if s.view is not None and s.finished:
+            axes = [label_text(axis, label) for axis, label in s.cell.labels.items() if axis.startswith("data.")]
+            by_data.setdefault(", ".join(axes), []).append(("", s.view))
+    found: dict[str, list[str]] = {}
+    for data, runs in by_data.items():
+        for note in run_tables.notes(run_tables.collect(runs, on)):
+            found.setdefault(note, []).append(data)
+    return [note if len(of) == len(by_data) else f"{'; '.join(of)}: {note}" for note, of in found.items()]
 
 
 def _sweep_command(options: argparse.Namespace) -> str:
@@ -178,6 +194,17 @@ def _standings(cells: Sequence[Cell], options: argparse.Namespace, present: Pres
     """The progress of the cells. With --overwrite, an unusable run is no obstacle."""
     found = found_cells.standings(cells, options.out, options.results, options.data_root, present)
     return [replace(s, obstacle="") if options.overwrite and s.is_refused else s for s in found]
+
+
+def _tell_damaged_records(folder: Path, *, required: bool = False) -> None:
+    """Name damaged files of records: their cells count as not run. `required`: a page of results must not lose them."""
+    for file in filter(Path.is_file, find_runs(folder)):
+        try:
+            view(file)
+        except StorageError as error:
+            if required:
+                raise
+            print(f"note: {printable(error)}", file=sys.stderr)
 
 
 def _run(

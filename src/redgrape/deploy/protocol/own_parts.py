@@ -90,6 +90,8 @@ def _check_encoder(name: str, net: dict[str, Any], asked: Mapping[str, Any], fol
         path = net["weights"] = str(folder.path / FILES / file)
         if not Path(path).is_file():
             raise NotAllowed(f"the site has no {FILES}/{file} with the weights of '{name}'; put it there")
+    if name == pretrained.LITE0 and path is None:
+        pretrained.weights(name)  # its digest is known, but not whether it is installed here
     found = pretrained.digest(name, path)
     if found != wanted:
         raise NotAllowed(

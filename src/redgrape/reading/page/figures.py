@@ -2,7 +2,8 @@
 
 Runs of one setting differ only by method and seed, so their curves can be compared:
 
-    settings   [{title, facts, notes, methods: [{label, runs, hyper, file, toml, commands}]}]
+    settings   [{title, facts, notes, methods: [{label, runs, figures: a number per seed, cells: these in words, hyper,
+               file, toml, commands}]}]
     runs       {id: {seed, state, done, result, per_class, tested, confusion, norms, split, reliability: [{title, ece,
                bins}], sites: [{site, examples, ...}], ...}}
     splits     {fingerprint: {class_names, known, class_counts, client_names, client_counts, groups, order: from head to
@@ -31,8 +32,8 @@ from redgrape.reading import judged
 from redgrape.reading.gap import baseline
 from redgrape.reading.gap import notes as gap_notes
 from redgrape.reading.page.reading import Reading
-from redgrape.reading.run_tables import Result, cell
-from redgrape.reading.run_view import EXTRA_DATA, other_data, run_label, started
+from redgrape.reading.run_tables import Result, by_seed, cell
+from redgrape.reading.run_view import EXTRA_DATA, machines, other_data, run_label, started
 from redgrape.reading.terminal import printable
 from redgrape.runs.figures import FIGURES, unpacked, window
 
@@ -127,6 +128,7 @@ def _run(reading: Reading, split: dict[str, Any] | None) -> dict[str, Any]:
         "name": text(view.path),
         "seed": int(view.experiment["seed"]),
         "state": reading.state,
+        "is_record": view.path.parent.is_file(),
         "done": view.rounds_done,
         "rounds": int(view.experiment["rounds"]),
         "split": text((view.environment or {}).get("split", "")),
@@ -261,7 +263,7 @@ def _settings(readings: Mapping[str, Reading], runs: Mapping[str, Any]) -> list[
             "title": title,
             "facts": _facts([readings[key] for key in keys])
             + ([["Not to be compared with others", text(reason)]] if reason else []),
-            "notes": _notes(readings[keys[0]], runs[keys[0]]["tested"]) + _gap(here, readings),
+            "notes": _notes(readings[keys[0]], runs[keys[0]]["tested"]) + _on_methods(here, readings),
             "methods": here,
         }
         for title, keys, reason, here in zip(titles, groups, why, methods, strict=True)
@@ -305,11 +307,18 @@ def _methods(keys: Sequence[str], readings: Mapping[str, Reading], runs: Mapping
     for label, members, experiment in zip(labels, groups, experiments, strict=True):
         file = f"{re.sub(r'[^A-Za-z0-9_.=-]+', '-', label).strip('-.') or 'experiment'}.toml"
         extra = any(readings[key].view.uses_extra_data for key in members)
+        known = {
+            figure: by_seed(
+                (runs[key]["seed"], readings[key].view.client, runs[key]["result"][figure]) for key in members
+            )
+            for figure in FIGURES
+        }
         methods.append(
             {
                 "label": label + (EXTRA_DATA if extra else ""),
                 "runs": members,
-                "cells": [cell(_by_seed([runs[key] for key in members], figure)) for figure in FIGURES],
+                "figures": {figure: list(seeds.values()) for figure, seeds in known.items()},
+                "cells": [cell(seeds, len({runs[key]["seed"] for key in members})) for seeds in known.values()],
                 "hyper": [[text(name), text(value)] for name, value in experiment["method"].items()],
                 "file": file,
                 "toml": tomli_w.dumps(experiment),
@@ -319,18 +328,13 @@ def _methods(keys: Sequence[str], readings: Mapping[str, Reading], runs: Mapping
     return methods
 
 
-def _by_seed(runs: Sequence[Mapping[str, Any]], figure: str) -> list[float]:
-    """The figure for each seed. Clients that were trained alone give their mean."""
-    seeds = dict.fromkeys(run["seed"] for run in runs)
-    means = [_mean(run["result"][figure] for run in runs if run["seed"] == seed) for seed in seeds]
-    return [mean for mean in means if mean is not None]
-
-
-def _gap(methods: Sequence[Mapping[str, Any]], readings: Mapping[str, Reading]) -> list[str]:
-    """What federating gains, once runs of clients alone or of pooled data are finished."""
+def _on_methods(methods: Sequence[Mapping[str, Any]], readings: Mapping[str, Reading]) -> list[str]:
+    """What federating gains, once runs of clients alone or of pooled data are finished. And whether all runs were made
+    alike."""
     views = {method["label"]: [readings[key].view for key in method["runs"]] for method in methods}
     finished = [Result(label, of_method) for label, of_method in views.items() if all(v.summary for v in of_method)]
-    return [text(note) for note in gap_notes(finished)]
+    named = [(f"{label}, seed {v.experiment['seed']}", v) for label, of_method in views.items() for v in of_method]
+    return [printable(note) for note in [*gap_notes(finished), *machines(named)]]
 
 
 def _distinct(titles: Sequence[str], values: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -50,6 +50,7 @@ const NOT_YET = "No round has been evaluated yet.";
 const DRAWN = 300; // more classes make no readable matrix
 const TOO_MANY = "There are too many clients and classes to draw.";
 const AT_THE_END = "This is written when a run ends; `redgrape resume RUN` adds it to one of before redgrape wrote it.";
+const OF_RECORDS = "Records do not hold this; it is in the folder of a run.";
 
 const page = document.getElementById("page");
 const data = JSON.parse(document.getElementById("data").textContent);
@@ -97,7 +98,12 @@ const isShown = (method) => !chosen.hidden.has(method.label);
 const shown = () => setting().methods.filter(isShown);
 const splitOf = (method) => known(runsOf(method).map((run) => data.splits[run.split]))[0];
 const anySplit = () => known(setting().methods.map(splitOf))[0];
-const figuresOf = (method, figure) => known(runsOf(method).map((run) => run.result[figure]));
+const notThere = () => (setting().methods.flatMap(runsOf).every((run) => run.is_record) ? OF_RECORDS : AT_THE_END);
+const figuresOf = (method, figure) => method.figures[figure]; // of each seed
+const seedsOf = (runs) => [...new Set(runs.map((run) => run.seed))];
+// Of each seed, the mean over its runs: those of clients that were trained alone
+const bySeed = (runs, valueOf) => known(seedsOf(runs).map((seed) =>
+  mean(known(runs.filter((run) => run.seed === seed).map(valueOf)))));
 
 let looks = new Map(); // label -> place among the looks, the same in every setting
 
@@ -263,12 +269,13 @@ function hoverable(root, at, show, along = 0) {
 function overRounds(method, figure) {
   const at = new Map();
   for (const id of method.runs) {
-    const columns = data.rounds[id] || {};
+    const columns = data.rounds[id] || {}, { seed } = data.runs[id];
     (columns[figure] || []).forEach((value, i) => {
-      if (value !== null) at.set(columns.round[i], [...(at.get(columns.round[i]) || []), value]);
+      if (value !== null) at.set(columns.round[i], [...(at.get(columns.round[i]) || []), { seed, value }]);
     });
   }
-  return [...at].sort((a, b) => a[0] - b[0]).map(([round, values]) => ({ round, ...spread(values) }));
+  return [...at].sort((a, b) => a[0] - b[0])
+    .map(([round, found]) => ({ round, ...spread(bySeed(found, ({ value }) => value)) }));
 }
 
 function roundsChart(figure) {
@@ -341,11 +348,11 @@ const classTitle = (split, c) =>
   split.known ? `${split.class_names[c]}: ${plural(split.class_counts[c], "training example")}, ${split.groups[c]}`
     : [split.class_names[c], split.groups[c]].filter(Boolean).join(", ");
 
-// For each class, from head to tail, the spread over a method's runs; null where there is nothing.
+// For each class, from head to tail, the spread over a method's seeds; null where there is nothing.
 function byClass(method, valuesOf) {
-  const split = splitOf(method), runs = known(runsOf(method).map(valuesOf));
-  if (!split || !runs.length) return null;
-  return split.order.map((c) => known(runs.map((run) => run[c])))
+  const split = splitOf(method), runs = runsOf(method).map((run) => ({ seed: run.seed, values: valuesOf(run) }));
+  if (!split || !runs.some(({ values }) => values)) return null;
+  return split.order.map((c) => bySeed(runs, ({ values }) => values?.[c]))
     .map((values) => (values.length ? spread(values) : null));
 }
 
@@ -422,7 +429,7 @@ function normSeries() {
 
 function normsCard() {
   const title = "How long the classifier's weight vector of each class is", series = normSeries();
-  if (!series.length) return card(title, READ.norms, missing(AT_THE_END));
+  if (!series.length) return card(title, READ.norms, missing(notThere()));
   const all = series.flatMap((s) => known(s.values));
   const bounds = [Math.max(0, smallest(all.map((v) => v.low)) - 0.05), largest(all.map((v) => v.high)) + 0.05];
   const norm = (s, i) => s.norms[i]?.mean.toFixed(3) ?? "–";
@@ -551,7 +558,7 @@ function confusionCard() {
   const title = "What is taken for what";
   const having = setting().methods.filter((method) => splitOf(method) && runsOf(method).some((run) => run.confusion));
   if (!having.length) {
-    return card(title, READ.confusion, missing((anySplit()?.order.length ?? 0) > DRAWN ? TOO_MANY : AT_THE_END));
+    return card(title, READ.confusion, missing((anySplit()?.order.length ?? 0) > DRAWN ? TOO_MANY : notThere()));
   }
   const method = having.find((m) => m.label === chosen.matrix) || having.find((m) => look(m) === 0) || having[0];
   const { order, class_names } = splitOf(method), names = order.map((c) => class_names[c]);
@@ -565,7 +572,7 @@ function confusionCard() {
     tipOf: (r, c) => [`${names[r]} taken for ${names[c]}`,
       `${percent(share(r, c))} % (${counts[r][c]} of ${sum(counts[r])})`],
   });
-  const seeds = matrices.length > 1 ? `, ${matrices.length} seeds together` : "";
+  const seeds = matrices.length > 1 ? `, ${matrices.length} runs together` : "";
   return card(title, READ.confusion, methodChoice("matrix", having, method), map,
     note(`In %, of the final model${seeds}.`));
 }
@@ -702,13 +709,15 @@ function suiteCard(suite) {
 
 function resultsCard() {
   const methods = setting().methods, runs = methods.flatMap(runsOf), figures = Object.keys(FIGURES);
-  const averaged = [...new Set(runs.map((run) => run.averaged))], seeds = largest(methods.map((m) => m.runs.length));
+  const averaged = [...new Set(runs.map((run) => run.averaged))];
+  const seeds = methods.map((method) => figuresOf(method, "accuracy").length);
   const ofBest = runs.every((run) => run.is_best);
   const last = averaged.length === 1 ? plural(averaged[0], "evaluated round") : "evaluated rounds";
+  const over = largest(seeds) > 1 ? ", mean ± standard deviation over seeds" : "";
   const words = [
-    `Accuracy on the test set, ${ofBest ? "of the best round by validation" : `mean of the last ${last}`}${seeds > 1 ? ", mean ± standard deviation over seeds" : ""}.`,
+    `Accuracy on the test set, ${ofBest ? "of the best round by validation" : `mean of the last ${last}`}${over}.`,
     methods.length > 1 ? "The highest mean of a column is in bold." : null,
-    methods.length > 1 && seeds < 3 ? "So few seeds cannot tell methods apart whose figures are near." : null,
+    methods.length > 1 && smallest(seeds) < 3 ? "So few seeds cannot tell methods apart whose figures are near." : null,
     runs.some((run) => run.state !== "finished")
       ? "Runs that are not finished stand with the rounds that they have done, and their figures of now." : null,
     methods.some((method) => method.label.endsWith("†")) ? "† uses extra balanced data at the server." : null,
@@ -722,7 +731,7 @@ function resultsCard() {
     });
     const finished = runsOf(method).every((run) => run.state === "finished");
     const progress = runsOf(method).map((run) => `${run.done}/${run.rounds}`).join(", ");
-    return [wide(method.label), ...cells, finished ? plural(new Set(method.runs.map((id) => data.runs[id].seed)).size, "seed") : progress];
+    return [wide(method.label), ...cells, finished ? plural(seedsOf(runsOf(method)).length, "seed") : progress];
   });
   return card("Results", known(words).join(" "),
     table(["method", ...Object.values(FIGURES).map((title) => `${title}, %`), "runs"], rows));

@@ -81,7 +81,8 @@ class Runs:
 
     def _read(self, key: str, path: Path) -> _Known:
         with self._one_at_a_time:
-            stamps = tuple(_stamp(path / name) for name in FILES)
+            records = [file for file in (path, path.parent) if file.is_file()]
+            stamps = tuple(map(_stamp, [*records, *(path / name for name in FILES)]))
             known = self._known.get(key)
             if known is None or known.stamps != stamps:
                 known = self._known[key] = _read_run(key, path, stamps)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from redgrape.reading.run_tables import SHORT, TITLES
+from redgrape.reading.run_tables import SHORT, TITLES, some_of
 from redgrape.reading.suites.statistics import Paired
 from redgrape.reading.suites.tables import Entry
 
@@ -53,8 +53,7 @@ def figure(entry: Entry, style: Style) -> str:
     if entry.mean is None:
         return DASH
     spread = "" if entry.std is None else style.plus_minus + style.percent(100 * entry.std)
-    part = "" if len(entry.values) == entry.seeds else f" ({len(entry.values)} of {entry.seeds} seeds)"
-    return f"{style.percent(100 * entry.mean)}{spread}{part}"
+    return f"{style.percent(100 * entry.mean)}{spread}{some_of(entry.values, entry.seeds)}"
 
 
 def called(row: str) -> str:

@@ -46,6 +46,11 @@ class Standing:
         return self.obstacle.startswith((DAMAGED, CHANGED))
 
     @property
+    def client(self) -> str:
+        """The client that is trained alone, or `none`."""
+        return self.cell.experiment.data.alone or "none"
+
+    @property
     def finished(self) -> bool:
         return self.view is not None and self.view.summary is not None
 

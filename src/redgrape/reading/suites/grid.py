@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -23,12 +23,8 @@ def suite(
     """All combinations of the values, one row each. Rows are compared with the reference, by default the first row."""
     axes: dict[str, Sequence[Label]] = {}
     for assignment in assignments:
-        key, values = axis(assignment)
-        if key in axes:
-            raise ConfigError(f"'{key}' is named twice; give all of its values at once, {key}=v1,v2")
-        if key == "seed":
-            raise ConfigError("seeds are no axis of a grid; pass them with --seeds 0,1,2")
-        axes[key] = values
+        key = new_key(assignment, axes)
+        axes[key] = labels(assignment)
     if not axes:
         raise ConfigError("a grid needs at least one axis, for example method.lam=0.01,0.1,1")
     made = Suite(
@@ -57,16 +53,25 @@ def tuning(axes: Mapping[str, Sequence[Label]]) -> list[str]:
     return [f"choosing {chosen} by test accuracy is tuning on the test set; {advice}"] if chosen else []
 
 
-def axis(assignment: str) -> tuple[str, list[Label]]:
-    """Split `method.lam=0.1,1` into the key and its values. Each value is read as by -c."""
-    key, equals, text = assignment.partition("=")
-    key = key.strip()
-    if not equals or not key or not text.strip():
+def new_key(assignment: str, known: Container[str]) -> str:
+    """The key of `method.lam=0.1,1`, which is none of the known ones."""
+    key, _, text = map(str.strip, assignment.partition("="))
+    if not key or not text:
         raise ConfigError(f"'{assignment}' is not of the form key=value,value, for example method.lam=0.01,0.1,1")
+    if key in known:
+        raise ConfigError(f"'{key}' is named twice; give all of its values at once, {key}=v1,v2")
+    if key == "seed":
+        raise ConfigError("seeds are no axis of a grid; pass them with --seeds 0,1,2")
+    return key
+
+
+def labels(assignment: str) -> list[Label]:
+    """The values of `method.lam=0.1,1`. Each is read as by -c."""
+    key, _, text = assignment.partition("=")
     values = [value(key, part) for part in split(text)]
     if len({repr(v) for v in values}) < len(values):
         raise ConfigError(f"'{assignment}' names a value twice")
-    return key, values
+    return values
 
 
 def value(key: str, text: str) -> Label:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from redgrape.reading import method_index, run_tables
 from redgrape.reading.gap import baseline
-from redgrape.reading.run_tables import mean_std
+from redgrape.reading.run_tables import by_seed, mean
 from redgrape.reading.run_view import EXTRA_DATA
 from redgrape.reading.suites.blocks import DASH, Block, Style, Text, called, figure, verdict
 from redgrape.reading.suites.curves import printed
@@ -57,24 +57,20 @@ def _megabytes(n: float) -> str:
 
 
 def _mean(standings: list[Standing], name: str, written: Callable[[float], str]) -> str:
-    """The mean over seeds. Clients that were trained alone add up."""
-    by_seed: dict[int, float] = {}
-    for s in standings:
-        known = s.view.cost.get(name) if s.view is not None and s.finished else None
-        if known is None:
-            return DASH
-        by_seed[s.cell.seed] = by_seed.get(s.cell.seed, 0.0) + known
-    return written(mean_std(list(by_seed.values()))[0]) if by_seed else DASH
+    """The mean over seeds, if all have it. Clients that were trained alone add up."""
+    costs = (s.view.cost.get(name) if s.view is not None and s.finished else None for s in standings)
+    known = by_seed(((s.cell.seed, s.client, cost) for s, cost in zip(standings, costs, strict=True)), together=sum)
+    return written(mean([*known.values()])) if known and known.keys() == {s.cell.seed for s in standings} else DASH
 
 
 def _facts(standings: list[Standing]) -> list[str]:
-    """What the method needs, and what the server sees of a client at best."""
+    """What the method of this row needs, and what the server sees of a client at best."""
     if not standings:
         return [DASH, DASH]
     experiment = standings[0].cell.experiment
     if where := baseline(experiment.resolved()):
         return [DASH, OUTSIDE[where]]
-    line = method_index.line(experiment.method.name)
+    line = method_index.line_of(experiment)
     return [DASH, DASH] if line is None else [", ".join(line.needs) or "nothing", line.discloses]
 
 

@@ -7,6 +7,7 @@ the same proposals come again, and their runs are already finished.
 from __future__ import annotations
 
 import importlib
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -35,24 +36,26 @@ def space(assignments: Sequence[str]) -> Space:
     """Parse the search space. `method.lam=0.01..1:log` is a range, `method.norm=joint,per_tensor` a choice."""
     found: dict[str, Range | list[Label]] = {}
     for assignment in assignments:
-        key, _, text = assignment.partition("=")
-        match = _RANGE.fullmatch(text.strip())
+        key = grid.new_key(assignment, found)
+        match = _RANGE.fullmatch(assignment.partition("=")[2].strip())
         if match is None:
-            key, found[key.strip()] = grid.axis(assignment)
+            found[key] = grid.labels(assignment)
             continue
         low, high = (grid.value(key, match[end]) for end in ("low", "high"))
         if not _is_number(low) or not _is_number(high) or not low < high:  # type: ignore[operator]  # both are numbers
-            raise ConfigError(f"'{assignment}' is no range; write low..high, for example method.lam=0.01..1:log")
+            raise ConfigError(
+                f"'{assignment}' is no range; write low..high, finite numbers, as in method.lam=0.01..1:log"
+            )
         if match["log"] and not low > 0:  # type: ignore[operator]
             raise ConfigError(f"'{assignment}' cannot be searched by order of magnitude; its low end must be above 0")
-        found[key.strip()] = Range(low, high, bool(match["log"]))  # type: ignore[arg-type]
+        found[key] = Range(low, high, bool(match["log"]))  # type: ignore[arg-type]
     if not found:
         raise ConfigError("a search needs at least one key, for example method.lam=0.01..1:log")
     return found
 
 
 def _is_number(value: Label) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def proposals(

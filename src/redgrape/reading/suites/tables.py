@@ -5,14 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from redgrape.engines.devices import IN_BFLOAT16
-from redgrape.errors import ConfigError
-from redgrape.reading.run_tables import mean_std
-from redgrape.reading.run_view import RunView, other_data
+from redgrape.reading.run_tables import by_seed, mean_std, means
+from redgrape.reading.run_view import RunView, machines, other_data
 from redgrape.reading.suites.description import Suite, label_text
 from redgrape.reading.suites.found_cells import Standing
 from redgrape.reading.suites.statistics import FEWEST_SEEDS, Paired, paired
-from redgrape.runs.environment import DECIDING
 from redgrape.runs.figures import LAST
 
 TOO_SHORT = 2 * LAST  # shorter runs have no LAST rounds after their warm-up
@@ -90,7 +87,12 @@ def build(
         labels = standing.cell.labels
         places.setdefault((suite.row(labels), suite.column(labels)), []).append(standing)
     values = {
-        (*place, measure): _by_seed(group, measure, on) for place, group in places.items() for measure in suite.measures
+        (*place, measure): by_seed(
+            (s.cell.seed, s.client, means(s.view, on).get(measure) if s.view is not None and s.finished else None)
+            for s in group
+        )
+        for place, group in places.items()
+        for measure in suite.measures
     }
     entries = []
     for (row, column), group in places.items():
@@ -124,24 +126,6 @@ def _of_one_split(standings: Sequence[Standing]) -> list[Standing]:
     ]
 
 
-def _by_seed(group: Sequence[Standing], measure: str, on: str) -> dict[int, float]:
-    """The figure for each seed. Clients that were trained alone give their mean, once all are finished."""
-    found: dict[int, list[float]] = {}
-    unfinished = {standing.cell.seed for standing in group if not standing.finished}
-    for standing in group:
-        if standing.cell.seed in unfinished:
-            continue
-        if standing.view is not None and standing.view.summary is not None:
-            means = standing.view.summary["mean_of_last" if on == "test" else "validation"]
-            if means is None:
-                raise ConfigError(
-                    f"'{standing.view.path}' was run without a validation set; hold one out with -c data.validation=10"
-                )
-            if means.get(measure) is not None:
-                found.setdefault(standing.cell.seed, []).append(means[measure])
-    return {seed: mean_std(values)[0] for seed, values in found.items()}
-
-
 def _notes(standings: Sequence[Standing], on: str) -> list[str]:
     """Notes that a reader needs before comparing rows."""
     finished = [s for s in standings if s.finished]
@@ -173,7 +157,7 @@ def _notes(standings: Sequence[Standing], on: str) -> list[str]:
                 f"too few seeds to compare methods: {_list(numbers)} a cell, and chance alone "
                 f"moves figures; {FEWEST_SEEDS} or more can be compared"
             )
-    notes += _machines(finished)
+    notes += machines([(s.cell.name, s.view) for s in finished if s.view is not None])
     notes += [f"a record is not taken: {s.not_taken}" for s in standings if s.not_taken]
     missing: dict[str, list[str]] = {}
     for s in standings:
@@ -182,26 +166,6 @@ def _notes(standings: Sequence[Standing], on: str) -> list[str]:
     for state, cells in missing.items():
         notes.append(f"not run{'' if state == 'to run' else f' ({state})'}: {len(cells)} of {len(standings)} cells")
     return notes
-
-
-def _machines(finished: Sequence[Standing]) -> list[str]:
-    """Notes on versions and machines, if the cells that record them differ, and on a smaller precision."""
-    lines = []
-    for name in DECIDING:
-        made: dict[str, list[str]] = {}
-        for s in finished:
-            recorded = (s.view.environment or {}).get(name) if s.view is not None else None
-            if recorded is not None:
-                made.setdefault(str(recorded), []).append(s.cell.name)
-        if len(made) > 1:
-            *few, most = sorted(made, key=lambda value: len(made[value]))
-            which = " · ".join(f"{value} ({'; '.join(made[value])})" for value in few)
-            what = "figures" if name == "device" else "last bits"
-            lines.append(f"not all made with {name} {most}, so that {what} may differ: {name} {which}")
-        rounded = sum(len(cells) for value, cells in made.items() if value.endswith(IN_BFLOAT16))
-        if rounded:
-            lines.append(f"the encoder multiplied in bfloat16 (--precision): {rounded} of {len(finished)} runs")
-    return lines
 
 
 def _varying_axes(standings: Sequence[Standing]) -> list[str]:
