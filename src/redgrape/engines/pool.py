@@ -14,6 +14,7 @@ import math
 import multiprocessing
 import os
 import pickle
+import queue
 import select
 import signal
 import sys
@@ -358,17 +359,15 @@ def _serve(
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the fork server installs its own handler
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: do not outlive the parent
-    threading.Thread(target=_end_with_coordinator, daemon=True).start()
+    letters: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    threading.Thread(target=_receive, args=(connection, letters), daemon=True).start()
     torch.set_num_threads(1)
     data = near(shared.opened(), device, sharing)
     half = ClientHalf(method, data, build, seed, rounds, device, stack, exchange)
     connection.send(("ready", None))
     payload: Any = None
     while True:
-        try:
-            kind, details, has_payload, letter = connection.recv()
-        except EOFError:
-            return
+        kind, details, has_payload, letter = letters.get()
         try:
             received = inbox.read(letter)
             if has_payload:
@@ -393,12 +392,14 @@ def _serve(
             connection.send(("error", traceback.format_exc()))
 
 
-def _end_with_coordinator() -> None:
-    """End with the coordinator: a client may take minutes, and its answer is then useless."""
-    coordinator = multiprocessing.parent_process()
-    assert coordinator is not None
-    coordinator.join()
-    os._exit(1)
+def _receive(connection: Connection[Any, Any], letters: queue.SimpleQueue[Any]) -> None:
+    """Take every letter at once: if the coordinator waited for a busy worker, which waits for it to take an answer,
+    both would wait for ever. End with the coordinator: a client may take minutes, and its answer is then useless."""
+    try:
+        while True:
+            letters.put(connection.recv())
+    finally:
+        os._exit(1)
 
 
 def _error_in_client(kind: str, task: int, text: str) -> RuntimeError:
