@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 
+import pytest
 import torch
 
 from redgrape import nets, tree
@@ -31,6 +32,13 @@ def assert_same_answers(method: FedAvg, states: dict[int, tree.Tree]) -> None:
 def same(a: object, b: object) -> bool:
     assert isinstance(a, Answer) and isinstance(b, Answer)
     return tree.equal({"update": a.update, "state": a.state}, {"update": b.update, "state": b.state})
+
+
+@pytest.mark.parametrize("room", [0, 2000, 20_000])  # bytes: of an answer there are 400
+def test_no_answer_is_overwritten_before_it_is_read(room: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also by a worker that has many tasks queued and no room for what it answers."""
+    monkeypatch.setattr(pool, "OUTBOXES", room)
+    assert_same_answers(FedAvg(epochs=1), {})
 
 
 class LongNames(FedAvg):

@@ -47,6 +47,7 @@ from redgrape.tree import Tensors, Tree
 START_DEADLINE = 120.0  # seconds
 ATTEMPTS = 3  # a task is given up after taking its worker down this often
 AHEAD = 8  # most tasks queued at a worker besides its current one
+COPIED = "copied"  # tells a worker that its last answer, for which its outbox had no room, may be overwritten
 OUTBOXES = 512 << 20  # bytes of answers kept in shared memory, over all workers, until a round ends
 
 
@@ -275,13 +276,20 @@ class _Worker:
         try:
             if self.connection.poll():
                 status, value = self.connection.recv()
-                return status, self.outbox.read(value) if status == "answer" else value
+                return status, self._read(value) if status == "answer" else value
         except (EOFError, OSError):
             pass
         if self.process.is_alive() and self.is_late():
             return "lost", "no answer within the deadline"
         self.process.join(timeout=1)
         return "lost", f"the process ended with code {self.process.exitcode}"
+
+    def _read(self, letter: Any) -> Tree:
+        answer = self.outbox.read(letter)
+        if self.outbox.is_full:
+            with contextlib.suppress(OSError):  # it has died after its answer
+                self.connection.send(COPIED)
+        return answer
 
     def kill(self) -> None:
         self.process.kill()
@@ -360,7 +368,8 @@ def _serve(
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: do not outlive the parent
     letters: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    threading.Thread(target=_receive, args=(connection, letters), daemon=True).start()
+    copied: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    threading.Thread(target=_receive, args=(connection, letters, copied), daemon=True).start()
     torch.set_num_threads(1)
     data = near(shared.opened(), device, sharing)
     half = ClientHalf(method, data, build, seed, rounds, device, stack, exchange)
@@ -385,6 +394,8 @@ def _serve(
             else:
                 split, starts = details
                 answer = half.score(payload, split, starts)
+            if outbox.is_full:
+                copied.get()
             connection.send(("answer", outbox.write(answer)))
         except RedgrapeError as error:
             connection.send(("refused", error))
@@ -392,12 +403,13 @@ def _serve(
             connection.send(("error", traceback.format_exc()))
 
 
-def _receive(connection: Connection[Any, Any], letters: queue.SimpleQueue[Any]) -> None:
+def _receive(connection: Connection[Any, Any], letters: queue.SimpleQueue[Any], copied: queue.SimpleQueue[Any]) -> None:
     """Take every letter at once: if the coordinator waited for a busy worker, which waits for it to take an answer,
     both would wait for ever. End with the coordinator: a client may take minutes, and its answer is then useless."""
     try:
         while True:
-            letters.put(connection.recv())
+            letter = connection.recv()
+            (copied if letter == COPIED else letters).put(letter)
     finally:
         os._exit(1)
 
