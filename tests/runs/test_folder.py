@@ -22,7 +22,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from redgrape import tree
+from redgrape import nets, tree
 from redgrape.data.prepare import DataOptions, prepare
 from redgrape.errors import BusyError, ConfigError, DataError, Diverged, RedgrapeError, StorageError
 from redgrape.exchange import checks
@@ -656,6 +656,26 @@ def test_changed_data_is_refused(tmp_path: Path, tiny: Values, vectors: Path, wh
     np.savez(own, **arrays)
     carry_out(run.folder.path, values)
     assert files(run.folder.path) == files(carry_out(tmp_path / "straight", values))
+
+
+def test_initial_weights_may_change_only_once_a_checkpoint_holds_what_became_of_them(
+    tmp_path: Path, tiny: Values
+) -> None:
+    def write(seed: int) -> str:
+        safetensors.torch.save_file(nets.build("mlp", (5,), 4, seed).state_dict(), tmp_path / "weights.safetensors")
+        return str(tmp_path / "weights.safetensors")
+
+    values = tiny(rounds=3, checkpoint_every=2, net={"name": "mlp", "weights": write(0)})
+    run = begun(tmp_path / "run", values, 1)
+    write(1)
+    with pytest.raises(ConfigError, match=r"'weights.safetensors' has changed since"):
+        next(Run(run.folder, workers=1).steps())
+    write(0)
+    steps = Run(run.folder, workers=1).steps()
+    assert [next(steps).state.round, next(steps).state.round] == [1, 2]
+    steps.close()  # type: ignore[attr-defined]
+    write(1)
+    assert [step.state.round for step in Run(run.folder, workers=1).steps()] == [3]
 
 
 def test_a_damaged_environment_is_refused(tmp_path: Path, tiny: Values) -> None:

@@ -92,7 +92,7 @@ class Run:
             self.folder.check_experiment(may_differ=["rounds"] if self._is_extended else [])
             state, wrong = self.folder.latest()
             before = self._environment_before(state)
-            self._check_files(before)
+            self._check_files(before, state)
             if not self.folder.has_whole_times():
                 self.notes.append("times.jsonl is damaged; this changes no result")
             self.notes += [f"{reason}; continuing from round {state.round if state else 0}" for reason in wrong]
@@ -181,10 +181,13 @@ class Run:
             if k not in counted
         ]
 
-    def _check_files(self, before: Mapping[str, Any] | None) -> None:
-        """Raise ConfigError if the user's code, or a frozen encoder, has changed since the run began."""
-        known = (before or {}).get("files", {})
-        for name, digest in still_needed(self.experiment).items():
+    def _check_files(self, before: Mapping[str, Any] | None, state: RunState | None) -> None:
+        """Raise ConfigError if a file that is read again has changed since the run began. Without a checkpoint, that is
+        every file: also the initial weights."""
+        if before is None:
+            return
+        known = before.get("files", {})
+        for name, digest in (file_digests if state is None else still_needed)(self.experiment).items():
             if known.get(name, digest) != digest:
                 raise ConfigError(
                     f"'{name}' has changed since '{self.folder.path}' began; start a new run with --out, or "
