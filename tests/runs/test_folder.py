@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from redgrape import nets, tree
 from redgrape.data.prepare import DataOptions, prepare
 from redgrape.errors import BusyError, ConfigError, DataError, Diverged, RedgrapeError, StorageError
 from redgrape.exchange import checks
-from redgrape.reading.run_view import RunView
+from redgrape.reading.run_view import RunView, find_runs
 from redgrape.rounds import InMemory, RunState
 from redgrape.runs import durable
 from redgrape.runs.experiment import Experiment
@@ -382,6 +383,33 @@ def test_a_run_of_before_or_one_with_a_round_is_not_discarded(saved: RunFolder, 
     assert (created.path / "experiment.toml").exists()
     saved.discard()
     assert newest(saved).round == 2
+
+
+def test_a_run_is_removed_as_a_whole(
+    saved: RunFolder, tmp_path: Path, tiny: Values, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a crash at any step it is there with every file, or a new run can begin in its place."""
+    before, home, left = files(saved.path), tmp_path / "home", 0
+    while True:
+        run = RunFolder.open(shutil.copytree(saved.path, home / "run"))
+        steps = iter(range(left))
+        with monkeypatch.context() as patched, suppress(KeyboardInterrupt):
+            patched.setattr(durable, "fault_point", lambda kind, steps=steps: next(steps, None) is None and interrupt())
+            run.remove()
+            break
+        if run.path.exists():
+            assert files(run.path) == {**before, "lock": b""}
+        else:
+            assert find_runs(home) == []
+            RunFolder.create(run.path, Experiment.parse(tiny()))
+            assert not leftovers(home)
+        shutil.rmtree(home)
+        left += 1
+    assert left > 5 and not list(home.iterdir())
+
+
+def interrupt() -> None:
+    raise KeyboardInterrupt
 
 
 def test_the_lock(saved: RunFolder) -> None:
