@@ -17,13 +17,13 @@ CLIENTS = 90
 LINEAR = functools.partial(nets.build, "linear", VECTOR, 3, seed=0)
 
 
-def assert_same_answers(method: FedAvg, states: dict[int, tree.Tree]) -> None:
+def assert_same_answers(method: FedAvg, states: dict[int, tree.Tree], deadline: float | None = None) -> None:
     """In workers as in this process."""
     data = federation(*[[1 + k % 3, 2, k % 2] for k in range(CLIENTS)])
     half = ClientHalf(method, data, LINEAR, 0, 1, torch.device("cpu"))
     round_one = {"model": dict(LINEAR().state_dict())}, range(CLIENTS), states, 1
     alone = dict(InProcess(half).run_clients(*round_one))
-    with pool.Pool(half, 2) as workers:
+    with pool.Pool(half, 2, deadline) as workers:
         for _ in range(2):
             pooled = dict(workers.run_clients(*round_one))
             assert [k for k, answer in alone.items() if not same(answer, pooled[k])] == []
@@ -51,3 +51,8 @@ class LongNames(FedAvg):
 def test_a_full_pipe_to_a_busy_worker_keeps_nobody_waiting_for_ever() -> None:
     state = {f"{i}{'x' * 10_000}": torch.tensor(i) for i in range(10)}
     assert_same_answers(LongNames(), dict.fromkeys(range(CLIENTS), state))
+
+
+@pytest.mark.parametrize("deadline", [1e7, float("inf")])
+def test_a_deadline_may_be_as_long_as_one_likes(deadline: float) -> None:
+    assert_same_answers(FedAvg(epochs=1), {}, deadline)

@@ -45,6 +45,7 @@ from redgrape.nets.net import Net
 from redgrape.tree import Tensors, Tree
 
 START_DEADLINE = 120.0  # seconds
+LONGEST_WAIT = 1e6  # seconds; select.poll takes no more than 2.1e6
 ATTEMPTS = 3  # a task is given up after taking its worker down this often
 AHEAD = 8  # most tasks queued at a worker besides its current one
 COPIED = "copied"  # tells a worker that its last answer, for which its outbox had no room, may be overwritten
@@ -186,7 +187,7 @@ class Pool:
         """The busy workers that have answered, died or missed their deadline."""
         busy = [worker for worker in self._workers if worker.tasks]
         ends = [worker.ends for worker in busy if worker.ends is not None]
-        timeout = max(0.0, min(ends) - time.monotonic()) if ends else None
+        timeout = min(max(0.0, min(ends) - time.monotonic()), LONGEST_WAIT) if ends else None
         ready = _wait([thing for w in busy for thing in (w.connection, w.process.sentinel)], timeout)
         return [w for w in busy if w.connection in ready or w.process.sentinel in ready or w.is_late()]
 
