@@ -1002,6 +1002,11 @@ def test_methods_and_data_are_compared_on_the_test_set_without_a_warning(command
     assert "tuning" not in good(command(*SWEEP, "method.name=fedavg,fedprox", "method.lr=0.1", "data.ir=2,4")).out
 
 
+def test_an_axis_may_hold_what_the_method_needs(command: Command) -> None:
+    outcome = good(command(*SWEEP, "--method", "fedic", "data.auxiliary=4,8", "-c", "seed=3", "--plan"))
+    assert "data.auxiliary 4, seed 3" in outcome.out
+
+
 def test_a_grid_of_a_method_of_ones_own_sees_that_its_file_has_changed(
     command: Command, remembering: Path, tmp_path: Path
 ) -> None:
@@ -1022,6 +1027,7 @@ def test_a_grid_of_a_method_of_ones_own_sees_that_its_file_has_changed(
         (["method.lr"], "is not of the form key=value,value"),
         (["method.lr="], "is not of the form key=value,value"),
         (["seed=0,1"], "pass them with --seeds"),
+        (["method.lr=0.1", "-c", "seed=x"], "seed is 'x'"),
         (["method.lrr=1"], "unknown key 'method.lrr'"),
         (["lr=1"], "unknown key 'lr'; did you mean 'method.lr'"),
         (["method.lr=x"], "method.lr x: method.lr is 'x'"),
