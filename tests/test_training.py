@@ -529,7 +529,7 @@ def test_memory_and_file_give_the_same_bits(tmp_path: Path) -> None:
 class Accident(FedAvg):
     """Sends random numbers, by key. At client 1 an accident happens, only once where a file is named to remember it."""
 
-    kind: Literal["killed", "hung", "error"] = "killed"
+    kind: Literal["killed", "hung", "error", "memory"] = "killed"
     file: str = ""
 
     def client_update(self, broadcast, state, site: ClientSite):
@@ -543,6 +543,8 @@ class Accident(FedAvg):
                     time.sleep(600)
                 case "error":
                     raise ArithmeticError("a mistake in the method")
+                case "memory":
+                    raise MemoryError
         generator = site.generator("noise")
         delta = {name: torch.randn(t.shape, generator=generator) for name, t in sorted(broadcast["model"].items())}
         return {"delta": delta, "buffers": {}, "count": torch.tensor(len(site.data)), "loss": torch.tensor(1.0)}, {}
@@ -659,6 +661,12 @@ def test_a_mistake_in_a_method_is_shown_as_it_happened() -> None:
         after_three_rounds(half, pool)
     with pytest.raises(ArithmeticError, match="a mistake in the method"):
         after_three_rounds(half, InProcess(half))
+
+
+def test_a_worker_without_enough_memory_says_so_in_one_line() -> None:
+    half = accident(kind="memory")
+    with Pool(half, 1) as pool, pytest.raises(ConfigError, match=r"^not enough memory; choose .* fewer --workers$"):
+        after_three_rounds(half, pool)
 
 
 def test_no_worker_outlives_its_pool() -> None:

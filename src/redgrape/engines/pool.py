@@ -36,7 +36,7 @@ from redgrape.data.federation import Federation
 from redgrape.engines import Answer, ClientHalf, Lost, Split
 from redgrape.engines.devices import near, of_worker, sharing
 from redgrape.engines.shared_memory import Mailbox, SharedFederation
-from redgrape.errors import ConfigError, RedgrapeError
+from redgrape.errors import ConfigError, RedgrapeError, enough_memory
 from redgrape.exchange import Exchange
 from redgrape.learning import evaluation, sums
 from redgrape.learning.evaluation import Scores
@@ -379,25 +379,26 @@ def _serve(
     while True:
         kind, details, has_payload, letter = letters.get()
         try:
-            received = inbox.read(letter)
-            if has_payload:
-                payload = received.get("payload", {})
-                outbox.clear()  # the earlier answers have been used
-            if kind == "client":
-                clients, with_state, round = details
-                sent = received.get("states", {})  # an empty state leaves no trace among the tensors
-                states = {k: sent.get(str(k), {}) for k in clients if str(k) in with_state}
-                answers = half.run_group(clients, payload, states, round)
-                answer: Tree = {
-                    str(k): {"update": a.update, "state": a.state, "round": torch.tensor(a.round)}
-                    for k, a in zip(clients, answers, strict=True)
-                }
-            else:
-                split, starts = details
-                answer = half.score(payload, split, starts)
-            if outbox.is_full:
-                copied.get()
-            connection.send(("answer", outbox.write(answer)))
+            with enough_memory():
+                received = inbox.read(letter)
+                if has_payload:
+                    payload = received.get("payload", {})
+                    outbox.clear()  # the earlier answers have been used
+                if kind == "client":
+                    clients, with_state, round = details
+                    sent = received.get("states", {})  # an empty state leaves no trace among the tensors
+                    states = {k: sent.get(str(k), {}) for k in clients if str(k) in with_state}
+                    answers = half.run_group(clients, payload, states, round)
+                    answer: Tree = {
+                        str(k): {"update": a.update, "state": a.state, "round": torch.tensor(a.round)}
+                        for k, a in zip(clients, answers, strict=True)
+                    }
+                else:
+                    split, starts = details
+                    answer = half.score(payload, split, starts)
+                if outbox.is_full:
+                    copied.get()
+                connection.send(("answer", outbox.write(answer)))
         except RedgrapeError as error:
             connection.send(("refused", error))
         except Exception:
