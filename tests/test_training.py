@@ -419,8 +419,8 @@ def test_training_continues_from_a_state() -> None:
     ("options", "says"),
     [
         ({"rounds": 0}, "rounds is 0"),
-        ({"clients_per_round": 0}, "clients_per_round is 0; choose 1 to 2"),
-        ({"clients_per_round": 3}, "clients_per_round is 3; choose 1 to 2"),
+        ({"clients_per_round": 0}, "clients_per_round is 0; choose 1 to 3"),
+        ({"clients_per_round": 4}, "clients_per_round is 4; choose 1 to 3"),
         ({"workers": 0}, "workers is 0"),
         ({"min_answers": 0}, "min_answers is 0; choose 1 to 2"),
         ({"min_answers": 3}, "min_answers is 3; choose 1 to 2"),
@@ -431,7 +431,7 @@ def test_training_continues_from_a_state() -> None:
 )
 def test_options_that_cannot_be(options: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
-        Training(FedAvg(), federation([1, 1, 1], [1, 1, 1]), LINEAR, **{"rounds": 1, **options})
+        Training(FedAvg(), federation([1, 1, 1], [1, 1, 1], [0, 0, 0]), LINEAR, **{"rounds": 1, **options})
 
 
 @pytest.mark.parametrize(
