@@ -669,6 +669,33 @@ def test_a_worker_without_enough_memory_says_so_in_one_line() -> None:
         after_three_rounds(half, pool)
 
 
+def test_after_a_mistake_no_worker_is_started_before_the_next_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That would take time, and its own error would hide the mistake."""
+    half = accident(kind="error")
+    with Pool(half, 2) as pool:
+        with monkeypatch.context() as patched, pytest.raises(RuntimeError, match="a mistake"):
+            patched.setattr(pool, "_start", lambda i: pytest.fail("a worker was started"))
+            after_three_rounds(half, pool)
+        assert not all(worker.process.is_alive() for worker in pool._workers)
+        with pytest.raises(RuntimeError, match="a mistake"):
+            after_three_rounds(half, pool)
+
+
+def test_workers_end_when_another_cannot_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    started, start = [], Pool._start
+
+    def once(self, index):
+        if started:
+            raise OSError("too many processes")
+        started.append(start(self, index))
+        return started[0]
+
+    monkeypatch.setattr(Pool, "_start", once)
+    with pytest.raises(OSError, match="too many processes"):
+        Pool(accident(), 2)
+    assert not started[0].process.is_alive()
+
+
 def test_no_worker_outlives_its_pool() -> None:
     pool = Pool(accident(kind="error"), 2)
     processes = [worker.process for worker in pool._workers]

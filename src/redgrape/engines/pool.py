@@ -73,7 +73,8 @@ class Pool:
         self._sharing = sharing(self._devices, workers)
         self._workers: list[_Worker] = []
         try:
-            self._workers += [self._start(i) for i in range(workers)]
+            for i in range(workers):
+                self._workers.append(self._start(i))
             for worker in self._workers:
                 worker.wait_until_ready()
         except BaseException:
@@ -139,9 +140,10 @@ class Pool:
         try:
             yield from self._run_all(kind, tasks, job, payload)
         except BaseException:  # also when the caller stops early
-            for i, worker in enumerate(self._workers):
-                if worker.tasks:  # its answers must not be mistaken for those of later tasks
-                    self._replace(i)
+            for worker in self._workers:
+                if worker.tasks:  # its answers must not be mistaken for those of later tasks, which replace it
+                    worker.kill()
+                    worker.tasks.clear()
             raise
 
     def _run_all(
