@@ -369,6 +369,13 @@ def test_a_folder_that_holds_something_is_not_taken(tmp_path: Path, tiny: Values
         RunFolder.open(tmp_path)
 
 
+def test_a_new_folder_is_flushed_in_its_parents(tmp_path: Path, tiny: Values, monkeypatch: pytest.MonkeyPatch) -> None:
+    flushed: list[Path] = []
+    monkeypatch.setattr(durable, "sync_folder", flushed.append)
+    RunFolder.create(tmp_path / "runs" / "run", Experiment.parse(tiny()))
+    assert {tmp_path, tmp_path / "runs", tmp_path / "runs" / "run"} <= {*flushed}
+
+
 def test_what_is_discarded_leaves_nothing_but_what_was_there(tmp_path: Path, tiny: Values) -> None:
     experiment = Experiment.parse(tiny())
     (tmp_path / "there").mkdir()

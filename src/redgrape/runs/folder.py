@@ -76,6 +76,9 @@ class RunFolder:
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
         folder = cls(path, made)
         try:
+            with durable.storage_errors("make", path):
+                for new in made:
+                    durable.sync_folder(new.parent)
             folder.write_experiment(experiment)
         except StorageError:
             folder.discard()
