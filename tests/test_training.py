@@ -94,6 +94,12 @@ def test_trees_survive_bytes() -> None:
     assert tree.from_bytes(tree.to_bytes({})) == {}
 
 
+def test_tensors_that_share_memory_survive_bytes() -> None:
+    t = torch.arange(6.0)
+    shared = {"once": t, "twice": t, "overlapping": t[1:4], "turned": t.reshape(2, 3).T}
+    assert tree.equal(tree.from_bytes(tree.to_bytes(shared)), {name: part.clone() for name, part in shared.items()})
+
+
 def test_equal_looks_at_bits() -> None:
     zero = {"a": torch.tensor([0.0])}
     assert tree.equal(zero, {"a": torch.tensor([0.0])})
@@ -413,8 +419,8 @@ def test_training_continues_from_a_state() -> None:
     ("options", "says"),
     [
         ({"rounds": 0}, "rounds is 0"),
-        ({"clients_per_round": 0}, "clients_per_round is 0; choose 1 to 2"),
-        ({"clients_per_round": 3}, "clients_per_round is 3; choose 1 to 2"),
+        ({"clients_per_round": 0}, "clients_per_round is 0; choose 1 to 3"),
+        ({"clients_per_round": 4}, "clients_per_round is 4; choose 1 to 3"),
         ({"workers": 0}, "workers is 0"),
         ({"min_answers": 0}, "min_answers is 0; choose 1 to 2"),
         ({"min_answers": 3}, "min_answers is 3; choose 1 to 2"),
@@ -425,7 +431,7 @@ def test_training_continues_from_a_state() -> None:
 )
 def test_options_that_cannot_be(options: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
-        Training(FedAvg(), federation([1, 1, 1], [1, 1, 1]), LINEAR, **{"rounds": 1, **options})
+        Training(FedAvg(), federation([1, 1, 1], [1, 1, 1], [0, 0, 0]), LINEAR, **{"rounds": 1, **options})
 
 
 @pytest.mark.parametrize(
@@ -523,7 +529,7 @@ def test_memory_and_file_give_the_same_bits(tmp_path: Path) -> None:
 class Accident(FedAvg):
     """Sends random numbers, by key. At client 1 an accident happens, only once where a file is named to remember it."""
 
-    kind: Literal["killed", "hung", "error"] = "killed"
+    kind: Literal["killed", "hung", "error", "memory"] = "killed"
     file: str = ""
 
     def client_update(self, broadcast, state, site: ClientSite):
@@ -537,6 +543,8 @@ class Accident(FedAvg):
                     time.sleep(600)
                 case "error":
                     raise ArithmeticError("a mistake in the method")
+                case "memory":
+                    raise MemoryError
         generator = site.generator("noise")
         delta = {name: torch.randn(t.shape, generator=generator) for name, t in sorted(broadcast["model"].items())}
         return {"delta": delta, "buffers": {}, "count": torch.tensor(len(site.data)), "loss": torch.tensor(1.0)}, {}
@@ -653,6 +661,39 @@ def test_a_mistake_in_a_method_is_shown_as_it_happened() -> None:
         after_three_rounds(half, pool)
     with pytest.raises(ArithmeticError, match="a mistake in the method"):
         after_three_rounds(half, InProcess(half))
+
+
+def test_a_worker_without_enough_memory_says_so_in_one_line() -> None:
+    half = accident(kind="memory")
+    with Pool(half, 1) as pool, pytest.raises(ConfigError, match=r"^not enough memory; choose .* fewer --workers$"):
+        after_three_rounds(half, pool)
+
+
+def test_after_a_mistake_no_worker_is_started_before_the_next_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That would take time, and its own error would hide the mistake."""
+    half = accident(kind="error")
+    with Pool(half, 2) as pool:
+        with monkeypatch.context() as patched, pytest.raises(RuntimeError, match="a mistake"):
+            patched.setattr(pool, "_start", lambda i: pytest.fail("a worker was started"))
+            after_three_rounds(half, pool)
+        assert not all(worker.process.is_alive() for worker in pool._workers)
+        with pytest.raises(RuntimeError, match="a mistake"):
+            after_three_rounds(half, pool)
+
+
+def test_workers_end_when_another_cannot_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    started, start = [], Pool._start
+
+    def once(self, index):
+        if started:
+            raise OSError("too many processes")
+        started.append(start(self, index))
+        return started[0]
+
+    monkeypatch.setattr(Pool, "_start", once)
+    with pytest.raises(OSError, match="too many processes"):
+        Pool(accident(), 2)
+    assert not started[0].process.is_alive()
 
 
 def test_no_worker_outlives_its_pool() -> None:

@@ -19,6 +19,7 @@ from typing import Any
 from redgrape.errors import ConfigError, DataError
 from redgrape.runs import durable
 
+ANYTHING = (Exception, SystemExit)  # what a module may raise when it is imported
 FILE_PREFIX = "redgrape_own_file_"
 _NAME = re.compile(r"(?P<home>.+\.py|[A-Za-z_][A-Za-z0-9_.]*):(?P<function>[A-Za-z_][A-Za-z0-9_]*)", re.DOTALL)
 
@@ -54,6 +55,8 @@ def file_of(name: str) -> Path:
         spec = importlib.util.find_spec(home)
     except (ImportError, ValueError) as error:
         raise ConfigError(f"the module '{home}' is not installed; pass the path of a Python file") from error
+    except ANYTHING as error:  # the package of a module is imported to find it
+        raise _not_imported(f"module '{home}'", error) from error
     if spec is None or spec.origin is None or not spec.origin.endswith(".py"):
         raise ConfigError(f"the module '{home}' has no Python file here; pass the path of one")
     return Path(spec.origin)
@@ -88,11 +91,9 @@ def from_file(path: Path, what: str) -> ModuleType:
         sys.modules[module_name] = module
         try:
             loader.exec_module(module)
-        except Exception as error:
+        except ANYTHING as error:
             del sys.modules[module_name]
-            raise ConfigError(
-                f"the {what} file '{path}' cannot be imported: {type(error).__name__}: {error}"
-            ) from error
+            raise _not_imported(f"{what} file '{path}'", error) from error
     return sys.modules[module_name]
 
 
@@ -119,7 +120,9 @@ def _parts(name: str) -> tuple[str, str]:
 def _installed(home: str, what: str) -> ModuleType:
     try:
         return importlib.import_module(home)
-    except Exception as error:  # a module may raise anything when it is imported
-        raise ConfigError(
-            f"the module '{home}' of the {what} cannot be imported: {type(error).__name__}: {error}"
-        ) from error
+    except ANYTHING as error:
+        raise _not_imported(f"module '{home}' of the {what}", error) from error
+
+
+def _not_imported(what: str, error: BaseException) -> ConfigError:
+    return ConfigError(f"the {what} cannot be imported: {type(error).__name__}: {error}")

@@ -75,9 +75,12 @@ class Training:
             raise ConfigError(
                 f"clients_per_round is {clients_per_round}; choose 1 to {federation.num_clients}, or None for all"
             )
-        asked = clients_per_round or federation.num_clients
+        self.eligible = [k for k in range(federation.num_clients) if federation.size(k) > 0]
+        asked = min(clients_per_round or federation.num_clients, len(self.eligible))
         if not 1 <= min_answers <= asked:
-            raise ConfigError(f"min_answers is {min_answers}; choose 1 to {asked}, the number of clients per round")
+            raise ConfigError(
+                f"min_answers is {min_answers}; choose 1 to {asked}, the number of clients with examples in a round"
+            )
         if deadline is not None and not deadline > 0:
             raise ConfigError(f"deadline is {deadline}; it is in seconds and must be above 0")
         if evaluate_every < 1:
@@ -111,7 +114,6 @@ class Training:
         self.build = build
         self.evaluate_every = evaluate_every
         self.min_answers = min_answers
-        self.eligible = [k for k in range(federation.num_clients) if federation.size(k) > 0]
         self.clients_per_round = clients_per_round or federation.num_clients
         used = build if precision == "float32" else partial(in_bfloat16, build)
         self.site = ServerSite(
@@ -127,7 +129,6 @@ class Training:
         )
         self.exchange = exchange
         self.parts, survey = exchanged(method, self.site)
-        asked = min(self.clients_per_round, len(self.eligible))
         scaled = isinstance(federation, Federation) and federation.columns is not None
         exchange.check_fits(self.parts, asked, single=method.needs_single(), surveys=bool(survey), scaled=scaled)
         half = ClientHalf(method, federation, used, seed, rounds, places[0], stack, exchange)

@@ -1011,6 +1011,11 @@ def test_notes_of_a_sweep_over_data_say_which_data_they_are_of(command: Command,
     assert "note: data.source 4.npz: fewer than 10 test examples of class 3 (4)" in out
 
 
+def test_an_axis_may_hold_what_the_method_needs(command: Command) -> None:
+    outcome = good(command(*SWEEP, "--method", "fedic", "data.auxiliary=4,8", "-c", "seed=3", "--plan"))
+    assert "data.auxiliary 4, seed 3" in outcome.out
+
+
 def test_a_grid_of_a_method_of_ones_own_sees_that_its_file_has_changed(
     command: Command, remembering: Path, tmp_path: Path
 ) -> None:
@@ -1031,6 +1036,7 @@ def test_a_grid_of_a_method_of_ones_own_sees_that_its_file_has_changed(
         (["method.lr"], "is not of the form key=value,value"),
         (["method.lr="], "is not of the form key=value,value"),
         (["seed=0,1"], "pass them with --seeds"),
+        (["method.lr=0.1", "-c", "seed=x"], "seed is 'x'"),
         (["method.lrr=1"], "unknown key 'method.lrr'"),
         (["lr=1"], "unknown key 'lr'; did you mean 'method.lr'"),
         (["method.lr=x"], "method.lr x: method.lr is 'x'"),

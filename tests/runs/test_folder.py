@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,11 +23,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from redgrape import tree
+from redgrape import nets, tree
 from redgrape.data.prepare import DataOptions, prepare
 from redgrape.errors import BusyError, ConfigError, DataError, Diverged, RedgrapeError, StorageError
 from redgrape.exchange import checks
-from redgrape.reading.run_view import RunView
+from redgrape.reading.run_view import RunView, find_runs
 from redgrape.rounds import InMemory, RunState
 from redgrape.runs import durable
 from redgrape.runs.experiment import Experiment
@@ -368,6 +369,13 @@ def test_a_folder_that_holds_something_is_not_taken(tmp_path: Path, tiny: Values
         RunFolder.open(tmp_path)
 
 
+def test_a_new_folder_is_flushed_in_its_parents(tmp_path: Path, tiny: Values, monkeypatch: pytest.MonkeyPatch) -> None:
+    flushed: list[Path] = []
+    monkeypatch.setattr(durable, "sync_folder", flushed.append)
+    RunFolder.create(tmp_path / "runs" / "run", Experiment.parse(tiny()))
+    assert {tmp_path, tmp_path / "runs", tmp_path / "runs" / "run"} <= {*flushed}
+
+
 def test_what_is_discarded_leaves_nothing_but_what_was_there(tmp_path: Path, tiny: Values) -> None:
     experiment = Experiment.parse(tiny())
     (tmp_path / "there").mkdir()
@@ -382,6 +390,33 @@ def test_a_run_of_before_or_one_with_a_round_is_not_discarded(saved: RunFolder, 
     assert (created.path / "experiment.toml").exists()
     saved.discard()
     assert newest(saved).round == 2
+
+
+def test_a_run_is_removed_as_a_whole(
+    saved: RunFolder, tmp_path: Path, tiny: Values, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a crash at any step it is there with every file, or a new run can begin in its place."""
+    before, home, left = files(saved.path), tmp_path / "home", 0
+    while True:
+        run = RunFolder.open(shutil.copytree(saved.path, home / "run"))
+        steps = iter(range(left))
+        with monkeypatch.context() as patched, suppress(KeyboardInterrupt):
+            patched.setattr(durable, "fault_point", lambda kind, steps=steps: next(steps, None) is None and interrupt())
+            run.remove()
+            break
+        if run.path.exists():
+            assert files(run.path) == {**before, "lock": b""}
+        else:
+            assert find_runs(home) == []
+            RunFolder.create(run.path, Experiment.parse(tiny()))
+            assert not leftovers(home)
+        shutil.rmtree(home)
+        left += 1
+    assert left > 5 and not list(home.iterdir())
+
+
+def interrupt() -> None:
+    raise KeyboardInterrupt
 
 
 def test_the_lock(saved: RunFolder) -> None:
@@ -656,6 +691,26 @@ def test_changed_data_is_refused(tmp_path: Path, tiny: Values, vectors: Path, wh
     np.savez(own, **arrays)
     carry_out(run.folder.path, values)
     assert files(run.folder.path) == files(carry_out(tmp_path / "straight", values))
+
+
+def test_initial_weights_may_change_only_once_a_checkpoint_holds_what_became_of_them(
+    tmp_path: Path, tiny: Values
+) -> None:
+    def write(seed: int) -> str:
+        safetensors.torch.save_file(nets.build("mlp", (5,), 4, seed).state_dict(), tmp_path / "weights.safetensors")
+        return str(tmp_path / "weights.safetensors")
+
+    values = tiny(rounds=3, checkpoint_every=2, net={"name": "mlp", "weights": write(0)})
+    run = begun(tmp_path / "run", values, 1)
+    write(1)
+    with pytest.raises(ConfigError, match=r"'weights.safetensors' has changed since"):
+        next(Run(run.folder, workers=1).steps())
+    write(0)
+    steps = Run(run.folder, workers=1).steps()
+    assert [next(steps).state.round, next(steps).state.round] == [1, 2]
+    steps.close()  # type: ignore[attr-defined]
+    write(1)
+    assert [step.state.round for step in Run(run.folder, workers=1).steps()] == [3]
 
 
 def test_a_damaged_environment_is_refused(tmp_path: Path, tiny: Values) -> None:

@@ -149,6 +149,18 @@ def test_names_that_lead_nowhere(name: str, line: str, code: Path, tmp_path: Pat
     assert line in f"{type(error.value).__name__}: {error.value}"
 
 
+@pytest.mark.parametrize("body", ["raise RuntimeError('no licence')", "import sys; sys.exit(0)"])
+def test_whatever_an_import_raises_is_told(body: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "__init__.py").write_text(body)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError, match=r"^the module 'broken.part' cannot be imported: (Runtime|System)E"):
+        own_code.file_of("broken.part:net")
+    for name in ("broken.part:net", f"{tmp_path}/broken/__init__.py:net"):
+        with pytest.raises(ConfigError, match=r"^the .*net.* cannot be imported: (Runtime|System)E"):
+            own_code.load(name, "net")
+
+
 def test_an_edited_file_is_run_again(tmp_path: Path) -> None:
     """As in a notebook: edit, load, and the new code is there, also within the same second."""
     file = tmp_path / "mine.py"

@@ -14,6 +14,7 @@ import math
 import multiprocessing
 import os
 import pickle
+import queue
 import select
 import signal
 import sys
@@ -35,7 +36,7 @@ from redgrape.data.federation import Federation
 from redgrape.engines import Answer, ClientHalf, Lost, Split
 from redgrape.engines.devices import near, of_worker, sharing
 from redgrape.engines.shared_memory import Mailbox, SharedFederation
-from redgrape.errors import ConfigError, RedgrapeError
+from redgrape.errors import ConfigError, RedgrapeError, enough_memory
 from redgrape.exchange import Exchange
 from redgrape.learning import evaluation, sums
 from redgrape.learning.evaluation import Scores
@@ -44,8 +45,10 @@ from redgrape.nets.net import Net
 from redgrape.tree import Tensors, Tree
 
 START_DEADLINE = 120.0  # seconds
+LONGEST_WAIT = 1e6  # seconds; select.poll takes no more than 2.1e6
 ATTEMPTS = 3  # a task is given up after taking its worker down this often
 AHEAD = 8  # most tasks queued at a worker besides its current one
+COPIED = "copied"  # tells a worker that its last answer, for which its outbox had no room, may be overwritten
 OUTBOXES = 512 << 20  # bytes of answers kept in shared memory, over all workers, until a round ends
 
 
@@ -70,7 +73,8 @@ class Pool:
         self._sharing = sharing(self._devices, workers)
         self._workers: list[_Worker] = []
         try:
-            self._workers += [self._start(i) for i in range(workers)]
+            for i in range(workers):
+                self._workers.append(self._start(i))
             for worker in self._workers:
                 worker.wait_until_ready()
         except BaseException:
@@ -136,9 +140,10 @@ class Pool:
         try:
             yield from self._run_all(kind, tasks, job, payload)
         except BaseException:  # also when the caller stops early
-            for i, worker in enumerate(self._workers):
-                if worker.tasks:  # its answers must not be mistaken for those of later tasks
-                    self._replace(i)
+            for worker in self._workers:
+                if worker.tasks:  # its answers must not be mistaken for those of later tasks, which replace it
+                    worker.kill()
+                    worker.tasks.clear()
             raise
 
     def _run_all(
@@ -184,7 +189,7 @@ class Pool:
         """The busy workers that have answered, died or missed their deadline."""
         busy = [worker for worker in self._workers if worker.tasks]
         ends = [worker.ends for worker in busy if worker.ends is not None]
-        timeout = max(0.0, min(ends) - time.monotonic()) if ends else None
+        timeout = min(max(0.0, min(ends) - time.monotonic()), LONGEST_WAIT) if ends else None
         ready = _wait([thing for w in busy for thing in (w.connection, w.process.sentinel)], timeout)
         return [w for w in busy if w.connection in ready or w.process.sentinel in ready or w.is_late()]
 
@@ -274,13 +279,20 @@ class _Worker:
         try:
             if self.connection.poll():
                 status, value = self.connection.recv()
-                return status, self.outbox.read(value) if status == "answer" else value
+                return status, self._read(value) if status == "answer" else value
         except (EOFError, OSError):
             pass
         if self.process.is_alive() and self.is_late():
             return "lost", "no answer within the deadline"
         self.process.join(timeout=1)
         return "lost", f"the process ended with code {self.process.exitcode}"
+
+    def _read(self, letter: Any) -> Tree:
+        answer = self.outbox.read(letter)
+        if self.outbox.is_full:
+            with contextlib.suppress(OSError):  # it has died after its answer
+                self.connection.send(COPIED)
+        return answer
 
     def kill(self) -> None:
         self.process.kill()
@@ -358,47 +370,52 @@ def _serve(
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the fork server installs its own handler
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: do not outlive the parent
-    threading.Thread(target=_end_with_coordinator, daemon=True).start()
+    letters: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    copied: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    threading.Thread(target=_receive, args=(connection, letters, copied), daemon=True).start()
     torch.set_num_threads(1)
     data = near(shared.opened(), device, sharing)
     half = ClientHalf(method, data, build, seed, rounds, device, stack, exchange)
     connection.send(("ready", None))
     payload: Any = None
     while True:
+        kind, details, has_payload, letter = letters.get()
         try:
-            kind, details, has_payload, letter = connection.recv()
-        except EOFError:
-            return
-        try:
-            received = inbox.read(letter)
-            if has_payload:
-                payload = received.get("payload", {})
-                outbox.clear()  # the earlier answers have been used
-            if kind == "client":
-                clients, with_state, round = details
-                sent = received.get("states", {})  # an empty state leaves no trace among the tensors
-                states = {k: sent.get(str(k), {}) for k in clients if str(k) in with_state}
-                answers = half.run_group(clients, payload, states, round)
-                answer: Tree = {
-                    str(k): {"update": a.update, "state": a.state, "round": torch.tensor(a.round)}
-                    for k, a in zip(clients, answers, strict=True)
-                }
-            else:
-                split, starts = details
-                answer = half.score(payload, split, starts)
-            connection.send(("answer", outbox.write(answer)))
+            with enough_memory():
+                received = inbox.read(letter)
+                if has_payload:
+                    payload = received.get("payload", {})
+                    outbox.clear()  # the earlier answers have been used
+                if kind == "client":
+                    clients, with_state, round = details
+                    sent = received.get("states", {})  # an empty state leaves no trace among the tensors
+                    states = {k: sent.get(str(k), {}) for k in clients if str(k) in with_state}
+                    answers = half.run_group(clients, payload, states, round)
+                    answer: Tree = {
+                        str(k): {"update": a.update, "state": a.state, "round": torch.tensor(a.round)}
+                        for k, a in zip(clients, answers, strict=True)
+                    }
+                else:
+                    split, starts = details
+                    answer = half.score(payload, split, starts)
+                if outbox.is_full:
+                    copied.get()
+                connection.send(("answer", outbox.write(answer)))
         except RedgrapeError as error:
             connection.send(("refused", error))
         except Exception:
             connection.send(("error", traceback.format_exc()))
 
 
-def _end_with_coordinator() -> None:
-    """End with the coordinator: a client may take minutes, and its answer is then useless."""
-    coordinator = multiprocessing.parent_process()
-    assert coordinator is not None
-    coordinator.join()
-    os._exit(1)
+def _receive(connection: Connection[Any, Any], letters: queue.SimpleQueue[Any], copied: queue.SimpleQueue[Any]) -> None:
+    """Take every letter at once: if the coordinator waited for a busy worker, which waits for it to take an answer,
+    both would wait for ever. End with the coordinator: a client may take minutes, and its answer is then useless."""
+    try:
+        while True:
+            letter = connection.recv()
+            (copied if letter == COPIED else letters).put(letter)
+    finally:
+        os._exit(1)
 
 
 def _error_in_client(kind: str, task: int, text: str) -> RuntimeError:

@@ -51,14 +51,14 @@ class SharedArray:
 class Mailbox:
     """Passes trees from one process, which writes, to another, which reads. Only the places of the tensors go through a
     pipe. The tensors stay until the writer clears the box, and the reader views them without a copy. A letter with no
-    room below `limit` is overwritten by the next, so the reader copies it."""
+    room below `limit` is overwritten by the next, so the reader copies it, and the writer waits for that."""
 
     def __init__(self, limit: int = 0, fd: int | None = None) -> None:
         self._fd = _anonymous_file(1) if fd is None else fd
         self._limit, self._end = limit, 0
         self._used: deque[int] = deque(maxlen=4)  # bytes between clearings; training and evaluation clear once each
         self._size = os.fstat(self._fd).st_size  # as the writer left it
-        self.is_full = False  # the next letter overwrites the last
+        self.is_full = False  # at both ends: the next letter overwrites the last
         self._memory: mmap.mmap | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -97,6 +97,7 @@ class Mailbox:
         if not _HAS_FD_PASSING:
             return tree.from_bytes(letter)
         stays, places = letter
+        self.is_full = not stays
         flat: Tensors = {}
         for place in places:
             name, dtype, shape, offset = place

@@ -191,6 +191,7 @@ def find_runs(folder: Path) -> list[Path]:
     """Run folders at or below this one, up to two levels deep, even if their experiment.toml is missing. Then the
     records in this folder. A damaged file of records stands for them: its reader is told what is wrong with it."""
     candidates = [folder, *sorted(folder.glob("*")), *sorted(folder.glob("*/*"))]
+    candidates = [path for path in candidates if not durable.is_leftover(path)]
     runs = [path for path in candidates if any((path / name).is_file() for name in TELLTALE)]
     return [*runs, *(path for file in records.files(folder) for path in _records_in(file))]
 

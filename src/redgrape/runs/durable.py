@@ -77,6 +77,16 @@ def check_ordinary(folder: Path) -> None:
                         )
 
 
+def aside(path: Path) -> Path:
+    """Where the file or folder lies while it is not whole."""
+    return path.with_name(f".{path.name}.tmp")
+
+
+def is_leftover(path: Path) -> bool:
+    """Whether the path is a leftover of a crash."""
+    return path.name.startswith(".") and path.name.endswith(".tmp")
+
+
 def write_file(path: Path, data: bytes, mode: int = 0o666) -> None:
     """Write a new file and flush it to disk. Not atomic: the caller renames the file or its folder into place. An
     existing file is removed first. It may be left over from a crash, or it may be a link from someone else, which would
@@ -93,7 +103,7 @@ def write_file(path: Path, data: bytes, mode: int = 0o666) -> None:
 def replace_file(path: Path, data: bytes, mode: int = 0o666) -> None:
     """Replace the content of the file atomically."""
     check_no_folder(path)
-    temporary = path.with_name(f".{path.name}.tmp")
+    temporary = aside(path)
     with storage_errors("write", path):
         try:
             write_file(temporary, data, mode)
@@ -108,7 +118,7 @@ def replace_file(path: Path, data: bytes, mode: int = 0o666) -> None:
 
 def create_folder(path: Path, files: Mapping[str, bytes]) -> None:
     """Create a folder with these files atomically. It replaces an existing folder, left over from a crash."""
-    temporary = path.with_name(f".{path.name}.tmp")
+    temporary = aside(path)
     with storage_errors("write", path):
         shutil.rmtree(temporary, ignore_errors=True)
         if not path.parent.exists():
@@ -135,6 +145,17 @@ def remove(path: Path) -> None:
             path.rmdir()
         else:
             path.unlink()
+
+
+def remove_folder(path: Path) -> None:
+    """Remove a folder atomically. After a crash, its rest lies beside it."""
+    path = path.resolve()
+    with storage_errors("remove", path):
+        shutil.rmtree(aside(path), ignore_errors=True)
+        fault_point("rename")
+        path.rename(aside(path))
+        sync_folder(path.parent)
+    remove(aside(path))
 
 
 def append_line(path: Path, line: str) -> None:

@@ -24,6 +24,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -70,10 +71,14 @@ class RunFolder:
                 ways = f"continue it with `redgrape resume {path}`{again}, or choose another --out"
                 raise ConfigError(f"'{path}' already exists; {ways}")
             durable.check_ordinary(path)
+            shutil.rmtree(durable.aside(path.resolve()), ignore_errors=True)
             made = [folder for folder in (path, *path.parents) if not folder.exists()]
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
         folder = cls(path, made)
         try:
+            with durable.storage_errors("make", path):
+                for new in made:
+                    durable.sync_folder(new.parent)
             folder.write_experiment(experiment)
         except StorageError:
             folder.discard()
@@ -97,7 +102,7 @@ class RunFolder:
     def remove(self) -> None:
         """Remove the whole run, unless another process uses it."""
         with self.locked():
-            durable.remove(self.path)
+            durable.remove_folder(self.path)
 
     @classmethod
     def open(cls, path: Path) -> RunFolder:
@@ -414,7 +419,7 @@ def _round_of(checkpoint: Path) -> int:
 
 def _is_leftover(path: Path) -> bool:
     """Whether the path is a leftover of a write that crashed."""
-    return (path.name.startswith(".") and path.name.endswith(".tmp")) or path.name == checksums.NAME
+    return durable.is_leftover(path) or path.name == checksums.NAME
 
 
 def _partition(federation: Federation) -> bytes:

@@ -16,6 +16,7 @@ from redgrape.data.prepare import prepare
 from redgrape.engines import ClientHalf, Engine
 from redgrape.errors import ConfigError, DataError, StorageError
 from redgrape.method import Site
+from redgrape.nets import pretrained
 from redgrape.privacy.disclosure import disclosures
 from redgrape.privacy.ledger import PrivacyLedger
 from redgrape.rounds import RunState, exchanged
@@ -92,7 +93,7 @@ class Run:
             self.folder.check_experiment(may_differ=["rounds"] if self._is_extended else [])
             state, wrong = self.folder.latest()
             before = self._environment_before(state)
-            self._check_files(before)
+            self._check_files(before, state)
             if not self.folder.has_whole_times():
                 self.notes.append("times.jsonl is damaged; this changes no result")
             self.notes += [f"{reason}; continuing from round {state.round if state else 0}" for reason in wrong]
@@ -181,10 +182,13 @@ class Run:
             if k not in counted
         ]
 
-    def _check_files(self, before: Mapping[str, Any] | None) -> None:
-        """Raise ConfigError if the user's code, or a frozen encoder, has changed since the run began."""
-        known = (before or {}).get("files", {})
-        for name, digest in still_needed(self.experiment).items():
+    def _check_files(self, before: Mapping[str, Any] | None, state: RunState | None) -> None:
+        """Raise ConfigError if a file that is read again has changed since the run began. Without a checkpoint, that is
+        every file: also the initial weights."""
+        if before is None:
+            return
+        known = before.get("files", {})
+        for name, digest in (file_digests if state is None else still_needed)(self.experiment).items():
             if known.get(name, digest) != digest:
                 raise ConfigError(
                     f"'{name}' has changed since '{self.folder.path}' began; start a new run with --out, or "
@@ -251,7 +255,7 @@ class Run:
                     f"the data of '{self.folder.path}' has changed since it began: the {name} was "
                     f"{before[name][:12]} and is {here[name][:12]}; restore the old data or start a new run"
                 )
-        changed = [name for name in DECIDING if before.get(name, here[name]) != here[name]]
+        changed = [name for name in DECIDING if name in here and before.get(name, here[name]) != here[name]]
         if changed and state is not None:  # before the first checkpoint, nothing depends on it
             words = ", ".join(f"{name} {before[name]} and is {name} {here[name]} now" for name in changed)
             if not self.allow_changes:
@@ -324,7 +328,8 @@ def this_machine(
         if experiment.net.is_pretrained:
             federation = federation.with_inputs(partial(for_encoder, experiment.net.name))
         files = file_digests(experiment) if before is None else before.get("files", {})
-        environment = machine(device, precision) | about(federation) | {"files": files, "stack": stack}
+        versions = machine(device, precision) | pretrained.version(experiment.net.name)
+        environment = versions | about(federation) | {"files": files, "stack": stack}
         if experiment.net.is_frozen:
             federation = federation.with_inputs(embedder(experiment.net, federation.input_shape, data_root, progress))
         return Prepared(federation, environment)

@@ -24,7 +24,6 @@ from redgrape.reading.suites.found_cells import Standing
 from redgrape.reading.terminal import printable
 from redgrape.runs import durable
 from redgrape.runs.environment import Present
-from redgrape.runs.experiment import Experiment
 from redgrape.runs.folder import RunFolder
 
 BUSY = "in use by another process"
@@ -74,7 +73,7 @@ def reproduce(options: argparse.Namespace) -> None:
 
 def sweep(options: argparse.Namespace) -> None:
     values = described(options)
-    seeds = options.seeds or [Experiment.parse(values).seed]
+    seeds = options.seeds or [values.get("seed", 0)]  # the axes may hold what the method needs
     if options.search is not None:
         _search(values, seeds, options)
         return
