@@ -95,6 +95,8 @@ def test_a_missing_package_is_named(net: str, package: str, monkeypatch: pytest.
 class Hub:
     """What is used of timm."""
 
+    __version__ = "1.2"
+
     class data:
         @staticmethod
         def resolve_model_data_config(_: Any) -> dict[str, Any]:
@@ -112,6 +114,7 @@ def test_weights_that_cannot_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "timm", Hub)
     pretrained.find.cache_clear()
     assert nets.build("timm:toy", (3, 32, 32), 2, seed=0).classifier.in_features == 7
+    assert (pretrained.version("timm:toy"), pretrained.version(LITE0)) == ({"timm": "1.2"}, {})
     assert pretrained.normalisation("timm:toy", 3) == ((0.1, 0.2, 0.3), (0.4, 0.5, 0.6))
     with pytest.raises(ConfigError, match=r"'timm:toy' or its weights cannot be had \(no network here\); download"):
         pretrained.weights("timm:toy")

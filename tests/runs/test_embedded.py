@@ -147,6 +147,20 @@ def test_a_frozen_run_needs_its_encoder_to_go_on(place: Path, tmp_path: Path) ->
         list(Run(run, workers=1, data_root=place, rounds=3).steps())
 
 
+def test_the_version_of_the_package_of_the_encoder_decides(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run goes on only with the same one, and features are not taken from the cache of another."""
+    monkeypatch.setattr(pretrained, "version", lambda net: {"timm": "1"})
+    run = carried_out(place, tmp_path / "run")
+    cached = {*(place / "embedded").iterdir()}
+    monkeypatch.setattr(pretrained, "version", lambda net: {"timm": "2"})
+    with pytest.raises(ConfigError, match=r"began with timm 1 and is timm 2 now"):
+        list(Run(run, workers=1, data_root=place, rounds=3).steps())
+    carried_out(place, tmp_path / "again")
+    assert {*(place / "embedded").iterdir()} > cached
+
+
 def test_resuming_gives_the_same_bits(place: Path, tmp_path: Path) -> None:
     whole = carried_out(place, tmp_path / "whole")
     half = RunFolder.create(tmp_path / "half", Experiment.parse(described(place)))

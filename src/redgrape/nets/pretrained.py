@@ -29,6 +29,7 @@ from redgrape.tree import Tensors
 
 STEP = 32  # pixels; sides are multiples of it
 SMALLEST, LARGEST = 64, 224  # the default side of an encoder's images lies in between
+PACKAGES = {"timm": "timm", "torchvision": "torchvision", "hf": "transformers"}  # which hub's nets come from which
 LITE0 = "efficientnet_lite0"
 LITE0_SHA256 = "579344248a93e23026e6b78f1f6faf0bc1d282386f6c881cdbaacd49cabf77db"
 
@@ -101,6 +102,12 @@ def load(net: Net, name: str, path: str | None = None) -> None:
 def digest(name: str, path: str | None = None) -> str:
     """SHA-256 of the pretrained tensors."""
     return _digest_lite0() if name == LITE0 and path is None else _digest(weights(name, path))
+
+
+def version(name: str) -> dict[str, str]:
+    """The package whose code is the net, and its version; nothing for a net whose code is here."""
+    package = PACKAGES.get(name.partition(":")[0])
+    return {} if package is None else {package: _package(name, package, package).__version__}
 
 
 def _digest(tensors: Tensors) -> str:

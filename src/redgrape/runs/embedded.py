@@ -31,7 +31,8 @@ def embedder(
     encoder = pretrained.body(net.name, shape, net.size)
     encoder[1].load_state_dict(pretrained.weights(net.name, net.weights))
     size = pretrained.side(shape, net.size)
-    identity = f"{net.name} {pretrained.digest(net.name, net.weights)} {size}"
+    version = pretrained.version(net.name).values()
+    identity = " ".join([net.name, pretrained.digest(net.name, net.weights), str(size), *version])
     return Embedder(encoder, pretrained.features(net.name, shape, net.size), identity, data_root, progress)
 
 

@@ -27,7 +27,8 @@ from redgrape.runs.experiment import Experiment
 from redgrape.runs.finished import digest_of_state, last_state
 from redgrape.runs.folder import RunFolder
 
-DECIDING = ("redgrape", "torch", "numpy", "platform", "machine", "cpu", "device", "stack")  # what could change bits
+MACHINE = ("redgrape", "torch", "numpy", "platform", "machine", "cpu", "device", "stack")
+DECIDING = (*MACHINE, *pretrained.PACKAGES.values())  # what could change bits
 MOST_COUNTS = 10**6  # a larger table of clients and classes is not recorded
 REMEDY = "restore the original, choose another folder with --out, or run it again with --overwrite"
 
@@ -71,7 +72,7 @@ class Present:
         before = {**environment, **_as_files(environment.get("files", {}))}
         now = {**self._split(experiment), **_as_files(file_digests(experiment))}
         if not is_record and not self._allow_changes:
-            now |= {name: self._machine[name] for name in DECIDING}
+            now |= {name: self._machine[name] for name in MACHINE} | pretrained.version(experiment.net.name)
         return [
             f"the {name} was {str(before[name])[:12]} and is {str(value)[:12]}"
             for name, value in now.items()

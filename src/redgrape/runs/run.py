@@ -16,6 +16,7 @@ from redgrape.data.prepare import prepare
 from redgrape.engines import ClientHalf, Engine
 from redgrape.errors import ConfigError, DataError, StorageError
 from redgrape.method import Site
+from redgrape.nets import pretrained
 from redgrape.privacy.disclosure import disclosures
 from redgrape.privacy.ledger import PrivacyLedger
 from redgrape.rounds import RunState, exchanged
@@ -254,7 +255,7 @@ class Run:
                     f"the data of '{self.folder.path}' has changed since it began: the {name} was "
                     f"{before[name][:12]} and is {here[name][:12]}; restore the old data or start a new run"
                 )
-        changed = [name for name in DECIDING if before.get(name, here[name]) != here[name]]
+        changed = [name for name in DECIDING if name in here and before.get(name, here[name]) != here[name]]
         if changed and state is not None:  # before the first checkpoint, nothing depends on it
             words = ", ".join(f"{name} {before[name]} and is {name} {here[name]} now" for name in changed)
             if not self.allow_changes:
@@ -327,7 +328,8 @@ def this_machine(
         if experiment.net.is_pretrained:
             federation = federation.with_inputs(partial(for_encoder, experiment.net.name))
         files = file_digests(experiment) if before is None else before.get("files", {})
-        environment = machine(device, precision) | about(federation) | {"files": files, "stack": stack}
+        versions = machine(device, precision) | pretrained.version(experiment.net.name)
+        environment = versions | about(federation) | {"files": files, "stack": stack}
         if experiment.net.is_frozen:
             federation = federation.with_inputs(embedder(experiment.net, federation.input_shape, data_root, progress))
         return Prepared(federation, environment)
