@@ -30,7 +30,7 @@ from redgrape.engines import in_process
 from redgrape.errors import RedgrapeError, StorageError
 from redgrape.reading.run_view import RunView
 from redgrape.runs import checksums, durable
-from redgrape.runs.environment import DECIDING
+from redgrape.runs.environment import MACHINE
 from redgrape.runs.experiment import Experiment
 from redgrape.runs.folder import FORMAT, RunFolder
 from redgrape.runs.run import Run
@@ -297,7 +297,7 @@ def after(path: Path, values: dict[str, Any], rounds: int) -> RunFolder:
     return folder
 
 
-@pytest.mark.parametrize("name", DECIDING)
+@pytest.mark.parametrize("name", MACHINE)
 def test_what_could_change_bits_is_refused_unless_asked_for(
     tmp_path: Path, tiny: Values, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
