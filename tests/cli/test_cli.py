@@ -710,6 +710,7 @@ BAD = [
     ("run TOML --out note.txt", 2, "already exists"),
     ("compare nonsense", 2, "unknown method 'nonsense'"),
     ("compare fedavg fedavg", 2, "name every method once"),
+    ("compare fedavg fedavg:data.ir=10", 2, "'data.ir=10' in 'fedavg:data.ir=10' is for all methods; pass -c"),
     ("compare fedavg:lam=1", 2, "unknown key 'method.lam'"),
     ("compare fedavg --seeds 1,x", 2, "'1,x' is not a list of seeds"),
     ("compare fedavg --seeds 1,1", 2, "names a seed twice"),

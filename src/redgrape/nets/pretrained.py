@@ -111,12 +111,6 @@ def version(name: str) -> dict[str, str]:
     return {} if package is None else {package: _package(name, package, package).__version__}
 
 
-def version(name: str) -> dict[str, str]:
-    """The package whose code is the net, and its version; nothing for a net whose code is here."""
-    package = PACKAGES.get(name.partition(":")[0])
-    return {} if package is None else {package: _package(name, package, package).__version__}
-
-
 def _digest(tensors: Tensors) -> str:
     return hashlib.sha256(tree.to_bytes(tensors)).hexdigest()
 

@@ -248,6 +248,10 @@ def with_method(values: dict[str, Any], spec: str) -> str:
         raise ConfigError(f"method is {method!r} in the experiment; it must be a section, [method]")
     method["name"] = name
     for assignment in filter(None, settings.split(",")):
+        if assignment.startswith("data."):
+            raise ConfigError(
+                f"'{assignment}' in '{spec}' is for all methods; pass -c {assignment}, or compare data with `sweep`"
+            )
         override(values, assignment if "." in assignment.partition("=")[0] else f"method.{assignment}")
     return where
 
