@@ -712,7 +712,7 @@ function resultsCard() {
   const averaged = [...new Set(runs.map((run) => run.averaged))];
   const seeds = methods.map((method) => figuresOf(method, "accuracy").length);
   const ofBest = runs.every((run) => run.is_best);
-  const last = averaged.length === 1 ? plural(averaged[0], "evaluated round") : "evaluated rounds";
+  const last = averaged.length > 1 ? "evaluated rounds" : averaged[0] === 1 ? "round" : `${averaged[0]} evaluated rounds`;
   const over = largest(seeds) > 1 ? ", mean ± standard deviation over seeds" : "";
   const words = [
     `Accuracy on the test set, ${ofBest ? "of the best round by validation" : `mean of the last ${last}`}${over}.`,
@@ -801,7 +801,7 @@ function damagedCard() {
 function head() {
   const here = setting(), many = here.methods.length > 1;
   const count = suites().length, apart = "the charts after that are about one setting at a time";
-  const what = count ? `${plural(Object.keys(data.runs).length, "run")} in ${plural(data.settings.length, "setting")} `
+  const what = count || data.settings.length > 1 ? `${plural(Object.keys(data.runs).length, "run")} in ${plural(data.settings.length, "setting")} `
     + `stand behind the ${count > 1 ? "tables" : "table"}${data.settings.length > 1 ? `; ${apart}` : ""}`
     : `${many ? `${here.methods.length} methods were` : `The method ${here.methods[0].label} was`} trained on `
       + here.title;
