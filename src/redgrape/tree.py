@@ -97,14 +97,7 @@ def num_bytes(tree: Tree) -> int:
 
 def to_bytes(tree: Tree) -> bytes:
     """The tree in the safetensors format: no code, no type names."""
-    flat: Tensors = {}
-    places: set[int] = set()
-    for name, t in flatten(tree).items():
-        there = t.detach().cpu().contiguous()
-        place = there.untyped_storage().data_ptr()
-        flat[name] = there.clone() if place in places else there  # safetensors refuses tensors that share memory
-        places.add(place)
-    return bytes(safetensors.torch.save(flat))
+    return bytes(safetensors.torch.save({name: t.detach().cpu().contiguous() for name, t in flatten(tree).items()}))
 
 
 def from_bytes(data: bytes) -> dict[str, Any]:
