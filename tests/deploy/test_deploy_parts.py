@@ -663,7 +663,7 @@ def test_evaluations_at_the_sites_keep_to_the_floor(tmp_path: Path, federated: F
     assert cli.run(["report", str(folder.path), "--out", str(tmp_path / "report")]) == 0
     assert cli.run(["export", str(folder.path), str(tmp_path / "model")]) == 0
     card = (tmp_path / "model/README.md").read_text()
-    assert "| cedar | – | – | 0 | – | – |" in card and "No client held any of its examples" not in card
+    assert "| cedar | – | – | 0 | – |" in card and "No client held any of its examples" not in card
     assert "test sets of the sites" in card and "classes with at least 8 training examples" in card
     assert "There is no head or tail" in card
 

@@ -146,6 +146,7 @@ def test_an_encoder_of_a_hub_keeps_its_whole_name(
 
     toy = pretrained.Encoder((0.5,) * 3, (0.2,) * 3, build, lambda: build().state_dict())
     monkeypatch.setitem(pretrained._HUBS, "hf", lambda name: {"org/toy": toy}[name])
+    monkeypatch.delitem(pretrained.PACKAGES, "hf")
     safetensors.torch.save_file(build().state_dict(), tmp_path / "toy.safetensors")
     run = carried_out(
         place, tmp_path / "run", name="hf:org/toy", frozen=frozen, weights=str(tmp_path / "toy.safetensors")
