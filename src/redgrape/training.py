@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from redgrape import determinism, engines
 from redgrape.data.federation import FederatedData, Federation
-from redgrape.engines import ClientHalf, Engine, devices
+from redgrape.engines import ClientHalf, Engine, Split, devices
 from redgrape.errors import ConfigError, DataError
 from redgrape.exchange import Exchange
 from redgrape.learning.features import batchnorms
@@ -163,10 +163,10 @@ class Training:
             trained = time.perf_counter()
             record = {**state.record, **(account(state) if account is not None else {})}
             if self._is_evaluated(state.round):
-                record["test"] = self.engine.evaluate(state.server["model"], "test").record(self.federation.groups)
-                if self.federation.validation is not None:
-                    scores = self.engine.evaluate(state.server["model"], "validation")
-                    record["validation"] = scores.record(self.federation.groups)
+                splits: list[Split] = ["test"] if self.federation.validation is None else ["test", "validation"]
+                for split in splits:
+                    if (scores := self.engine.evaluate(state.server["model"], split)) is not None:
+                        record[split] = scores.record(self.federation.groups)
             after = time.perf_counter()
             yield Step(state, record, {"train": trained - before, "evaluate": after - trained})
             before = time.perf_counter()

@@ -24,7 +24,7 @@ from test_deploy_parts import RUN, FakeGrid, _question, _run, options
 
 from redgrape import tree
 from redgrape.cli import main as cli
-from redgrape.deploy.protocol import secure_sum, wire
+from redgrape.deploy.protocol import admission, secure_sum, wire
 from redgrape.deploy.protocol.messages import Reply, Stage, SumAnswer, SumQuestion
 from redgrape.deploy.protocol.secure_sum import STAGES, Member, SumFailed, Summed, threshold
 from redgrape.deploy.protocol.site import DeployedSite
@@ -230,9 +230,11 @@ def test_false_shares_give_no_sum() -> None:
         assert float(summed.total["x"].abs().max()) > 1e6
 
 
-def _upto(stage: str, sites: int = 3) -> tuple[list[Member], dict[str, bytes], dict[int, dict[str, bytes]]]:
+def _upto(
+    stage: str, sites: int = 3, everyone: int | None = None
+) -> tuple[list[Member], dict[str, bytes], dict[int, dict[str, bytes]]]:
     """Members that have answered the stages before this one; their public keys, and each one's answer `shares`."""
-    members = [Member(k) for k in range(sites)]
+    members = [Member(k, everyone) for k in range(sites)]
     public: dict[str, bytes] = {}
     shares: dict[int, dict[str, bytes]] = {}
     if stage != "keys":
@@ -281,6 +283,17 @@ def test_a_site_takes_part_with_two_others_at_least() -> None:
     members, public, _ = _upto("shares")
     with pytest.raises(ConfigError, match="keys of 3 to 512 sites; the server sent 2"):
         members[0].answer(Stage("shares"), {name: key for name, key in public.items() if not name.endswith("2")})
+
+
+def test_a_site_that_asks_for_everyone_gives_no_sum_over_fewer() -> None:
+    """Neither if a site was never there, nor if it left before it gave its numbers. One that leaves later is in it."""
+    members, public, _ = _upto("shares", 4, everyone=5)
+    with pytest.raises(ConfigError, match="must be over all 5 sites; the server sent 4 keys"):
+        members[0].answer(Stage("shares"), public)
+    members, _, _ = _upto("revealed", 4, everyone=4)
+    with pytest.raises(ConfigError, match="must be over all 4 sites; 1 gave no numbers"):
+        members[0].answer(Stage("revealed", [0, 1, 2], [3]), {})
+    assert members[1].answer(Stage("revealed", [0, 1, 2, 3], []), {}).keys() == {f"share/{k}" for k in range(4)}
 
 
 def test_a_site_takes_no_share_that_was_meant_for_another() -> None:
@@ -360,6 +373,78 @@ def test_evaluations_at_the_sites_are_summed_too(tmp_path: Path, federated: Fede
     held = torch.stack([torch.bincount(site.test.labels, minlength=4) for site in sites]).sum(dim=0)
     assert torch.tensor(summary["confusion"]).sum(dim=1).tolist() == held.tolist()
     assert {kind for _, kind in grid.kinds} == {"join", "sum"}
+
+
+class Away(FakeGrid):
+    """A site gives no answer from this stage on of some sums of one kind, counted from zero."""
+
+    def __init__(
+        self, deployment: Deployment, sites: Sequence[DeployedSite], kind: str, stage: str, sums: Sequence[int]
+    ) -> None:
+        super().__init__(deployment, sites)
+        self._kind, self._stage, self._sums, self._begun = kind, stage, sums, set[str]()
+
+    def push_messages(self, messages: list[Any]) -> list[str]:
+        header, _ = wire.unpack(messages[0].content)
+        self.silent = set()
+        if header.get("of") == self._kind:
+            self._begun.add(header["sum"])
+            away = len(self._begun) - 1 in self._sums
+            late = STAGES.index(header["stage"]) >= STAGES.index(self._stage)
+            self.silent = {101} if away and late else set()
+        return super().push_messages(messages)
+
+
+@pytest.mark.parametrize("stage", ["keys", "shares", "masked"])
+def test_an_evaluation_is_over_all_sites_or_there_is_none(tmp_path: Path, federated: Federated, stage: str) -> None:
+    """The difference of two sums would be the test examples of the site that is missing in one."""
+    deployment, sites = _deployed(tmp_path, federated, test=None)
+    grid = Away(deployment, sites, "evaluate", stage, [1])
+    folder, said = _run(_quick(deployment), grid, "a", method={"name": "fedavg"})
+    assert [record["round"] for record in folder.metrics() if "test" in record] == [1, 3]
+    assert [record["answered"] for record in folder.metrics()] == [[0, 1, 2]] * 3
+    assert any(words.startswith("the model is not evaluated, since not all sites did") for words in said)
+    summary = folder.summary()
+    assert summary is not None and summary["averaged_rounds"] == [3] and summary["confusion"] is not None
+
+
+def test_a_server_that_sums_evaluations_over_fewer_gets_none(
+    tmp_path: Path, federated: Federated, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The sites see to it, not the server. Here it would take a sum over two of the three."""
+    whole = secure_sum.secure_sum
+    monkeypatch.setattr(secure_sum, "secure_sum", lambda sites, ask, fewest: whole(sites, ask, 1))
+    deployment, sites = _deployed(tmp_path, federated, test=None)
+    grid = Away(deployment, sites, "evaluate", "masked", [0])
+    folder, said = _run(_quick(deployment), grid, "a", method={"name": "fedavg"}, rounds=2)
+    assert [record["round"] for record in folder.metrics() if "test" in record] == [2]
+    assert any("must be over all 3 sites; 1 gave no numbers" in words for words in said)
+
+
+def test_a_run_that_could_never_be_evaluated_is_finished(tmp_path: Path, federated: Federated) -> None:
+    """All that reads it copes with figures that nobody knows."""
+    deployment, sites = _deployed(tmp_path, federated, test=None)
+    grid = Away(deployment, sites, "evaluate", "masked", range(100))
+    folder, _ = _run(_quick(deployment), grid, "a", method={"name": "fedavg"}, rounds=2)
+    summary = folder.summary()
+    assert summary is not None and summary["averaged_rounds"] == [] and summary["mean_of_last"]["accuracy"] is None
+    for words in (["show"], ["show", "--json"], ["ls"], ["privacy"], ["report", "--out", str(tmp_path / "report")]):
+        assert cli.run([words[0], str(folder.path), *words[1:]]) == 0, words
+    assert cli.run(["export", str(folder.path), str(tmp_path / "model")]) == 0
+
+
+def test_sums_over_classes_are_over_all_sites(tmp_path: Path, federated: Federated) -> None:
+    """LDA's statistics are the same in a second run, so a first one without a site would give those of the site."""
+    deployment, sites = _deployed(tmp_path, federated)
+    deployment, method = _quick(deployment), {"name": "lda"}
+    for stage in ("keys", "masked"):
+        with pytest.raises(TooFewClients, match=r"there is no sum: 2 sites gave .*, and 3 are needed"):
+            _run(deployment, Away(deployment, sites, "train", stage, range(100)), stage, method=method, rounds=1)
+    folder, _ = _run(deployment, FakeGrid(deployment, sites), "masked", method=method, rounds=1)
+    assert folder.metrics()[0]["answered"] == [0, 1, 2]
+    partial = deployed(Experiment.parse({"method": method, "net": {"name": "mlp"}, "clients_per_round": 2}), options())
+    refused = admission.why_refused(partial, sites[0].options)
+    assert refused is not None and "must be over all 3 sites" in refused
 
 
 @pytest.mark.parametrize("kind", ["train", "evaluate", "survey"])

@@ -48,12 +48,13 @@ def summarize(
 ) -> dict[str, Any]:
     """The result of a run: means over the last evaluations, and details on the mistakes of the final model. A finished
     run keeps the number that it `averaged`: earlier versions took up to ten of any run. If the model of the best round
-    is kept, its evaluation is the result."""
+    is kept, its evaluation is the result. Figures are None if no round could be evaluated."""
     evaluated = [record for record in folder.metrics() if "test" in record][-averaged:]
     best = folder.best_round
     if best:
         evaluated = [record for record in folder.metrics() if record["round"] == best]
     tests = [record["test"] for record in evaluated]
+    per_class = [test["per_class"] for test in tests] or [[None] * len(folder.environment()["class_names"])]
     return {
         "experiment": experiment.hash(),
         "method": experiment.method.name,
@@ -64,10 +65,10 @@ def summarize(
         "split": folder.environment()["split"],
         "state": digest_of_state(state),
         "averaged_rounds": [record["round"] for record in evaluated],
-        "mean_of_last": _means(tests),
+        "mean_of_last": _means(tests) or dict.fromkeys(FIGURES),
         "validation": _means([record["validation"] for record in evaluated if "validation" in record]) or None,
-        "per_class": [mean_of_known(values) for values in zip(*[test["per_class"] for test in tests], strict=True)],
-        "last": tests[-1],
+        "per_class": [mean_of_known(values) for values in zip(*per_class, strict=True)],
+        "last": tests[-1] if tests else None,
         "confusion": confusion,
         "classifier_norms": classifier_norms(state.server),
     }

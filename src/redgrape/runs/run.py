@@ -143,7 +143,8 @@ class Run:
                         best = best_round(self._records)
                         self.notes.append(f"stopped after round {state.round}: validation was best in round {best}")
                     kept = self._kept(state)
-                    confusion = training.engine.evaluate(kept.server["model"], "test").confusion_cells()
+                    scores = training.engine.evaluate(kept.server["model"], "test")
+                    confusion = None if scores is None else scores.confusion_cells()
             assert state is not None
             averaged = len((known or {}).get("averaged_rounds", [])) or window(state.round)
             summary = summarize(self.folder, self.experiment, self._kept(state), confusion, averaged)

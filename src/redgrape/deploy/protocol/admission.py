@@ -45,7 +45,12 @@ def why_refused(experiment: Experiment, options: DeployOptions | SiteOptions) ->
         return "data.letterbox and data.normalise have no effect at sites; leave them out"
     exchange, single = experiment.exchange, experiment.method.create().needs_single()
     parts, survey = crossing(experiment, options)
-    summed, name = options.secure_aggregation, experiment.method.name
+    summed, name, sites = options.secure_aggregation, experiment.method.name, number_of(options)
+    if summed and class_sums(parts) and (experiment.clients_per_round or sites) < sites:
+        return (
+            f"clients_per_round is {experiment.clients_per_round}, and the sums of method '{name}' must be over all "
+            f"{sites} sites: sums over different sites would give the examples of a single one; leave it out"
+        )
     alone = [] if summed else [*class_sums(parts), *balanced_sums(parts)]
     if (rows := [*class_rows(parts), *alone]) and not options.class_rows:
         return (
@@ -67,10 +72,19 @@ def why_refused(experiment: Experiment, options: DeployOptions | SiteOptions) ->
     )
 
 
+def sums_must_be_whole(experiment: Experiment, options: DeployOptions | SiteOptions) -> bool:
+    """Whether a secure sum of updates must be over all sites. Sums over the examples of each class hardly change from
+    round to round, so a sum with a site, and one without it, would give those of this site."""
+    return bool(class_sums(crossing(experiment, options)[0]))
+
+
+def number_of(options: DeployOptions | SiteOptions) -> int:
+    return options.sites if isinstance(options.sites, int) else len(options.sites)
+
+
 def crossing(experiment: Experiment, options: DeployOptions | SiteOptions) -> tuple[Parts, Tree]:
     """The parts of an update, and a template of an answer to the survey."""
-    sites = options.sites if isinstance(options.sites, int) else len(options.sites)
-    shape, classes, seed = options.data.shape, len(options.data.classes), experiment.seed
+    sites, shape, classes, seed = number_of(options), options.data.shape, len(options.data.classes), experiment.seed
     build = partial(nets.build, **experiment.net.trained, shape=experiment.net.inputs(shape))
     site = Site(
         partial(build, num_classes=classes, seed=seed), sites, classes, seed, 0, experiment.rounds, torch.device("cpu")

@@ -99,12 +99,12 @@ class Sites:
             kind = next(iter(letters.values()))[0].kind
             raise TooFewClients(f"the sites' answers to '{kind}' gave no sum: {failure}{why}") from failure
 
-    def sum(self, letters: Mapping[ClientId, Letter], fewest: int) -> Summed:
-        """The secure sum of the sites' answers to these questions. If too few sites are there to begin, wait for them,
-        as a run without secure sums would."""
+    def sum(self, letters: Mapping[ClientId, Letter], fewest: int, *, waits: bool = True) -> Summed:
+        """The secure sum of the sites' answers to these questions. If too few sites are there to begin, it `waits` for
+        them, as a run without secure sums would."""
         from redgrape.deploy.protocol.secure_sum import NotBegun, secure_sum
 
-        ends = time.monotonic() + self._options.deadlines.join
+        ends = time.monotonic() + (self._options.deadlines.join if waits else 0)
 
         def ask(stage: Stage, parts: Mapping[ClientId, Parts]) -> Iterator[tuple[ClientId, Reply[SumAnswer] | Lost]]:
             asked: dict[ClientId, Letter] = {}

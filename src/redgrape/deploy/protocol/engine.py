@@ -5,11 +5,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
 from redgrape import tree
+from redgrape.deploy.protocol.admission import sums_must_be_whole
 from redgrape.deploy.protocol.asking import Sites, StatesLost, checked, tree_of
 from redgrape.deploy.protocol.members import Members
 from redgrape.deploy.protocol.messages import (
@@ -33,6 +34,9 @@ from redgrape.runs.experiment import Experiment
 from redgrape.runs.folder import KEPT
 from redgrape.tree import Tensors, Tree
 
+if TYPE_CHECKING:
+    from redgrape.deploy.protocol.secure_sum import SumFailed
+
 
 class FlowerEngine:
     """`task`: the fields that all questions of the run have."""
@@ -50,6 +54,7 @@ class FlowerEngine:
         self._half, self._sites, self._members, self._options, self._say = half, sites, members, options, say
         self._task = dict(task)
         self._reach = KEPT * experiment.checkpoint_every + 1  # rounds that a resume may go back
+        self._is_whole = options.secure_aggregation and sums_must_be_whole(experiment, options)
 
     def run_clients(
         self, broadcast: Tree, clients: Sequence[ClientId], states: Mapping[ClientId, Tree], round: int
@@ -80,11 +85,10 @@ class FlowerEngine:
         from redgrape.deploy.protocol.secure_sum import SumFailed
 
         try:
-            summed = self._sites.sum(letters, self._sites.fewest)
+            summed = self._sites.sum(letters, len(letters) if self._is_whole else self._sites.fewest)
         except SumFailed as failure:
-            why = "".join(f"; {reason}" for reason in failure.lost.values())
             for k in letters:
-                yield k, Lost(f"there is no sum: {failure}{why}")
+                yield k, Lost(f"there is no sum: {_in_words(failure)}")
             return
         except StatesLost as failure:
             yield from failure.lost.items()
@@ -99,7 +103,7 @@ class FlowerEngine:
         question = SurveyQuestion(deadline=self._options.deadlines.evaluate, **self._task)
         return self._sites.summed_or_all(question, SurveyAnswer)
 
-    def evaluate(self, model: Tensors, split: Split) -> Scores:
+    def evaluate(self, model: Tensors, split: Split) -> Scores | None:
         if self._options.test is not None:
             starts = sums.batch_starts(self._half.examples(split))
             return evaluation.combine([self._half.score(model, split, starts)])
@@ -107,13 +111,7 @@ class FlowerEngine:
         parts = {EvaluateQuestion.carries: tree.to_bytes(model)}
         letters: dict[ClientId, Letter] = {k: (question, parts) for k in range(len(self._options.sites))}
         if self._options.secure_aggregation:
-            summed = self._sites.sum_or_stop(letters, 1)
-            for k, why in summed.lost.items():
-                self._say(f"site '{self._members.name(k)}' did not evaluate: {why}")
-            try:
-                return evaluation.of_shared([self._checked_sums(summed.total)])
-            except UpdateRejected as error:
-                raise TooFewClients(f"the sum of the sites' evaluations was rejected: {error}") from error
+            return self._evaluated_by_all(letters)
         received: dict[ClientId, Tree] = {}
         for k, reply in self._sites.ask(letters, EvaluateAnswer, 1):
             if isinstance(reply, Lost):
@@ -126,6 +124,20 @@ class FlowerEngine:
         if not received:
             raise TooFewClients("no site has evaluated the model, so there are no metrics")
         return evaluation.of_shared([sums for _, sums in sorted(received.items())])
+
+    def _evaluated_by_all(self, letters: Mapping[ClientId, Letter]) -> Scores | None:
+        """From a sum over all sites, else None: two sums that differ by one site give its test examples."""
+        from redgrape.deploy.protocol.secure_sum import SumFailed
+
+        try:
+            total = self._sites.sum(letters, len(letters), waits=False).total
+        except SumFailed as failure:
+            self._say(f"the model is not evaluated, since not all sites did: {_in_words(failure)}")
+            return None
+        try:
+            return evaluation.of_shared([self._checked_sums(total)])
+        except UpdateRejected as error:
+            raise TooFewClients(f"the sum of the sites' evaluations was rejected: {error}") from error
 
     def _checked_sums(self, sent: Tree, tests: int | None = None) -> Tree:
         """What a site tells of its evaluation, else UpdateRejected. `tests`: on how many examples it evaluates, where
@@ -159,6 +171,10 @@ class FlowerEngine:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _in_words(failure: SumFailed) -> str:
+    return "; ".join([str(failure), *failure.lost.values()])
 
 
 def _as_answer(reply: Reply[TrainAnswer], asked: int) -> Answer | Lost:

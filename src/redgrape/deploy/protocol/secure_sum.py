@@ -82,10 +82,11 @@ def threshold(sites: int) -> int:
 
 
 class Member:
-    """A site in one sum. It answers only what the protocol allows."""
+    """A site in one sum. It answers only what the protocol allows. `everyone`: the number of sites that must be in the
+    sum; None if some may be missing."""
 
-    def __init__(self, me: ClientId) -> None:
-        self._me, self._done = me, 0
+    def __init__(self, me: ClientId, everyone: int | None = None) -> None:
+        self._me, self._everyone, self._done = me, everyone, 0
         self._state = _flower.SecAggPlusState(nid=me)
 
     def answer(self, stage: Stage, parts: Parts, numbers: Numbers | None = None) -> dict[str, bytes]:
@@ -124,6 +125,8 @@ class Member:
             raise ConfigError(
                 f"a secure sum needs the keys of {FEWEST_IN_SUM} to {MOST} sites; the server sent {len(keys)}"
             )
+        if self._everyone not in (None, len(keys)):
+            raise ConfigError(f"this sum must be over all {self._everyone} sites; the server sent {len(keys)} keys")
         self._state.sample_num = self._state.share_num = len(keys)
         self._state.threshold = threshold(len(keys))
         made = _flower._share_keys(self._state, {str(k): [keys[k], box_keys[k]] for k in keys})
@@ -141,6 +144,8 @@ class Member:
         held = sorted(self._state.rd_seed_share_dict)
         if sorted(arrived + lost) != held or self._me not in arrived or len(arrived) < self._state.threshold:
             raise ConfigError("the server asks to unmask others than those that took part in a secure sum")
+        if self._everyone is not None and lost:
+            raise ConfigError(f"this sum must be over all {self._everyone} sites; {len(lost)} gave no numbers")
         made = _flower._unmask(self._state, {Key.ACTIVE_NODE_ID_LIST: arrived, Key.DEAD_NODE_ID_LIST: lost})
         return {f"share/{k}": share for k, share in zip(made[Key.NODE_ID_LIST], made[Key.SHARE_LIST], strict=True)}
 

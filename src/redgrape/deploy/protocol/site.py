@@ -82,7 +82,7 @@ class DeployedSite:
         self.index = index
         self._evaluated = self._reported_test_set()
         self._states = SiteStates(folder.states if states is None else states)
-        self._prepared: tuple[Any, ClientHalf] | None = None
+        self._prepared: tuple[Any, ClientHalf, bool] | None = None  # for the task; whether its sums must be whole
         self._sums: tuple[str, Member] | None = None  # the name of the sum under way
 
     @property
@@ -202,13 +202,15 @@ class DeployedSite:
         stage = Stage(question.stage, question.arrived, question.lost)
         if stage.name == "keys":
             # NotAllowed and StateMissing come before anybody computes.
+            whole = True  # columns, a survey and an evaluation are the same again, whoever is missing
             if isinstance(added := question.added(), ColumnsQuestion):
                 self._experiment(added)
             else:
                 self._half(question)
             if isinstance(added, TrainQuestion):
                 self._state(added)
-            self._sums = question.sum, Member(self.index)
+                whole = self._prepared is not None and self._prepared[2]
+            self._sums = question.sum, Member(self.index, self.options.sites if whole else None)
         if self._sums is None or self._sums[0] != question.sum:
             raise ConfigError("this site takes part in another secure sum, or was restarted since this one began")
         answer, numbers = SumAnswer(site=self.index), None
@@ -232,7 +234,9 @@ class DeployedSite:
         """The client half of the method of the server's experiment."""
         task = question.experiment, question.files, question.columns
         if self._prepared is None or self._prepared[0] != task:
-            self._prepared = task, self._client_half(self._experiment(question), self._columns(question))
+            experiment = self._experiment(question)
+            half = self._client_half(experiment, self._columns(question))
+            self._prepared = task, half, admission.sums_must_be_whole(experiment, self.options)
         return self._prepared[1]
 
     def _experiment(self, question: OfRun) -> Experiment:
