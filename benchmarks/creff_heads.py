@@ -1,6 +1,7 @@
 """What makes CReFF's re-trained classifier good or bad: variants of it side by side, on one run of FedAvg.
 
     python benchmarks/creff_heads.py --data-root DATA --rounds 500 --precision bfloat16
+    python benchmarks/creff_heads.py --data-root DATA --heads paper "released, kept"
 
 CReFF trains its encoder as FedAvg does, bit for bit; the server only re-trains the classifier. So one run of FedAvg
 carries any number of heads, each with the clients, encoders and draws of a run of its own. The setting is MNIST-LT of
@@ -8,7 +9,8 @@ RedGrape's Table 2: IR 100, 10 of 50 clients. A head has one of CReFF's presets.
 of a class that no client of the round holds, as RedGrape's released code does.
 
 Every 25 rounds a line for each head: its accuracy, that of the tail, and for each class of the tail its recall, how
-long the imitated features are beside the real ones of the test set, and the cosine between the means of the two.
+long its last gradient is, how long the imitated features are beside the real ones of the test set, and the cosine
+between the means of the two.
 """
 
 from __future__ import annotations
@@ -75,6 +77,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=500)
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--precision", default="float32")
+    parser.add_argument("--heads", nargs="+", choices=HEADS, default=[*HEADS])
     options = parser.parse_args()
     federation = rg.data.load(
         "mnist", root=options.data_root, ir=100.0, clients=50, partition="prior_dirichlet", alpha=1.0, auxiliary=32
@@ -92,10 +95,10 @@ def main() -> None:
     )
     with training:
         half = ClientHalf(training.method, federation, training.site.build, 0, options.rounds, torch.device("cpu"))
-        heads = {name: first(CReFF.preset(preset, **local), kept, training) for name, (preset, kept) in HEADS.items()}
-        print(
-            "| round | head | overall | tail | of the tail's classes: recall, length x, cosine |\n|---|---|---|---|---|"
-        )
+        chosen = {name: HEADS[name] for name in options.heads}
+        heads = {name: first(CReFF.preset(preset, **local), kept, training) for name, (preset, kept) in chosen.items()}
+        print("| round | head | overall | tail | of the tail's classes: recall, gradient, length x, cosine |")
+        print("|---|---|---|---|---|")
         for step in training.steps():
             round, averaged = step.state.round, step.state.server["model"]
             with same_bits_everywhere():
@@ -106,8 +109,7 @@ def main() -> None:
                 real = features(training, averaged, federation)
                 for name, model in models.items():
                     scores = training.engine.evaluate(model, "test").record(federation.groups)
-                    imitated = heads[name].server["features"] if name in heads else None
-                    words = [of_class(c, scores["per_class"][c], real, imitated) for c in federation.groups.tail]
+                    words = [of_class(c, scores["per_class"][c], real, heads.get(name)) for c in federation.groups.tail]
                     shares = f"{100 * scores['accuracy']:.1f} | {100 * scores['tail']:.1f}"
                     print(f"| {round} | {name} | {shares} | {'; '.join(words)} |", flush=True)
 
@@ -131,13 +133,14 @@ def features(training: rg.Training, model: Tensors, federation: Federation) -> l
     return [found[examples.labels == c] for c in range(federation.num_classes)]
 
 
-def of_class(c: int, recall: float, real: list[Tensor], imitated: Tensor | None) -> str:
+def of_class(c: int, recall: float, real: list[Tensor], head: Head | None) -> str:
     words = f"{c}: {100 * recall:.0f} %"
-    if imitated is None:
+    if head is None:
         return words
+    imitated, gradient = head.server["features"], float(head.table["weight"][c].norm())
     length = imitated[c].norm(dim=1).mean() / real[c].norm(dim=1).mean()
     cosine = torch.cosine_similarity(imitated[c].mean(dim=0), real[c].mean(dim=0), dim=0)
-    return f"{words}, {length:.2f}, {cosine:.2f}"
+    return f"{words}, {gradient:.4f}, {length:.2f}, {cosine:.2f}"
 
 
 if __name__ == "__main__":
