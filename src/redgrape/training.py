@@ -162,7 +162,7 @@ class Training:
         ):
             trained = time.perf_counter()
             record = {**state.record, **(account(state) if account is not None else {})}
-            if self._is_evaluated(state.round):
+            if self.is_evaluated(state.round):
                 splits: list[Split] = ["test"] if self.federation.validation is None else ["test", "validation"]
                 for split in splits:
                     if (scores := self.engine.evaluate(state.server["model"], split)) is not None:
@@ -171,7 +171,7 @@ class Training:
             yield Step(state, record, {"train": trained - before, "evaluate": after - trained})
             before = time.perf_counter()
 
-    def _is_evaluated(self, round: int) -> bool:
+    def is_evaluated(self, round: int) -> bool:
         """True every evaluate_every rounds, and in each of the last ten, over which a run reports the mean."""
         return round % self.evaluate_every == 0 or round > self.site.rounds - 10
 

@@ -288,10 +288,13 @@ def test_a_site_takes_part_with_two_others_at_least() -> None:
 def test_a_site_that_asks_for_everyone_gives_no_sum_over_fewer() -> None:
     """Neither if a site was never there, nor if it left before it gave its numbers. One that leaves later is in it."""
     members, public, _ = _upto("shares", 4, everyone=5)
-    with pytest.raises(ConfigError, match="must be over all 5 sites; the server sent 4 keys"):
+    with pytest.raises(ConfigError, match="must be over all 5 sites; the server has the keys of 4"):
         members[0].answer(Stage("shares"), public)
+    members, _, shares = _upto("masked", 4, everyone=4)
+    with pytest.raises(ConfigError, match="must be over all 4 sites; the server has the shares of 3"):
+        members[0].answer(Stage("masked"), {f"share/{k}": shares[k]["share/0"] for k in (1, 2)}, np.zeros(4, np.int64))
     members, _, _ = _upto("revealed", 4, everyone=4)
-    with pytest.raises(ConfigError, match="must be over all 4 sites; 1 gave no numbers"):
+    with pytest.raises(ConfigError, match="must be over all 4 sites; the server has the numbers of 3"):
         members[0].answer(Stage("revealed", [0, 1, 2], [3]), {})
     assert members[1].answer(Stage("revealed", [0, 1, 2, 3], []), {}).keys() == {f"share/{k}" for k in range(4)}
 
@@ -408,35 +411,58 @@ def test_an_evaluation_is_over_all_sites_or_there_is_none(tmp_path: Path, federa
     assert summary is not None and summary["averaged_rounds"] == [3] and summary["confusion"] is not None
 
 
+@pytest.mark.parametrize("stage", ["shares", "masked"])
 def test_a_server_that_sums_evaluations_over_fewer_gets_none(
-    tmp_path: Path, federated: Federated, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, federated: Federated, monkeypatch: pytest.MonkeyPatch, stage: str
 ) -> None:
-    """The sites see to it, not the server. Here it would take a sum over two of the three."""
+    """The sites check it, too. This server would take a sum over two of the three."""
     whole = secure_sum.secure_sum
     monkeypatch.setattr(secure_sum, "secure_sum", lambda sites, ask, fewest: whole(sites, ask, 1))
     deployment, sites = _deployed(tmp_path, federated, test=None)
-    grid = Away(deployment, sites, "evaluate", "masked", [0])
+    grid = Away(deployment, sites, "evaluate", stage, [0])
     folder, said = _run(_quick(deployment), grid, "a", method={"name": "fedavg"}, rounds=2)
     assert [record["round"] for record in folder.metrics() if "test" in record] == [2]
-    assert any("must be over all 3 sites; 1 gave no numbers" in words for words in said)
+    assert any("must be over all 3 sites; the server has the" in words for words in said)
 
 
-def test_a_run_that_could_never_be_evaluated_is_finished(tmp_path: Path, federated: Federated) -> None:
-    """All that reads it copes with figures that nobody knows."""
+def test_what_a_site_adds_stays_the_same_through_a_sum(tmp_path: Path, federated: Federated) -> None:
+    """A sum of updates may lack a site, one of evaluations may not. So a server must not begin one as the other."""
+    _, sites = _deployed(tmp_path, federated, test=None)
+    lda = deployed(Experiment.parse({"net": {"name": "linear"}, "method": {"name": "lda"}}), options()).to_toml()
+    for changes in ({"of": "evaluate"}, {"round": 2}, {"experiment": lda}):
+        begun = _question("sum", sum="a", of="train", round=1, reach=1, stage="keys")
+        header, _ = sites[0].answer(begun, {})
+        assert "error" not in header
+        header, parts = sites[0].answer({**begun, "stage": "shares", **changes}, {})
+        assert "another secure sum" in header["error"] and parts == {}
+
+
+def test_a_run_that_could_never_be_evaluated_is_finished(
+    tmp_path: Path, federated: Federated, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All that reads it copes with figures that nobody knows. Once the site is back, the final model is evaluated."""
     deployment, sites = _deployed(tmp_path, federated, test=None)
+    deployment, method = _quick(deployment), {"name": "fedavg"}
     grid = Away(deployment, sites, "evaluate", "masked", range(100))
-    folder, _ = _run(_quick(deployment), grid, "a", method={"name": "fedavg"}, rounds=2)
+    folder, _ = _run(deployment, grid, "a", method=method, rounds=2)
     summary = folder.summary()
     assert summary is not None and summary["averaged_rounds"] == [] and summary["mean_of_last"]["accuracy"] is None
+    assert summary["confusion"] is None
     for words in (["show"], ["show", "--json"], ["ls"], ["privacy"], ["report", "--out", str(tmp_path / "report")]):
         assert cli.run([words[0], str(folder.path), *words[1:]]) == 0, words
+    assert "a was never evaluated" in capsys.readouterr().out
     assert cli.run(["export", str(folder.path), str(tmp_path / "model")]) == 0
+    assert "The model of round 2 was not evaluated" in (tmp_path / "model/README.md").read_text()
+    folder, _ = _run(deployment, FakeGrid(deployment, sites), "a", method=method, rounds=2)
+    summary = folder.summary()
+    assert summary is not None and summary["averaged_rounds"] == [] and summary["confusion"] is not None
 
 
-def test_sums_over_classes_are_over_all_sites(tmp_path: Path, federated: Federated) -> None:
-    """LDA's statistics are the same in a second run, so a first one without a site would give those of the site."""
+@pytest.mark.parametrize("name", ["lda", "fednh", "redgrape"])
+def test_what_tells_of_classes_is_summed_over_all_sites(tmp_path: Path, federated: Federated, name: str) -> None:
+    """It is the same in every round, or run, so that a sum without a site would give that of the site."""
     deployment, sites = _deployed(tmp_path, federated)
-    deployment, method = _quick(deployment), {"name": "lda"}
+    deployment, method = _quick(deployment), {"name": name}
     for stage in ("keys", "masked"):
         with pytest.raises(TooFewClients, match=r"there is no sum: 2 sites gave .*, and 3 are needed"):
             _run(deployment, Away(deployment, sites, "train", stage, range(100)), stage, method=method, rounds=1)

@@ -129,6 +129,11 @@ def class_sums(parts: Mapping[str, Part]) -> list[str]:
     return [name for name, part in parts.items() if isinstance(part, Sum) and part.counted]
 
 
+def of_data(parts: Mapping[str, Part]) -> list[str]:
+    """The parts that tell of a client's classes, the same in every round: which it holds, and how many examples."""
+    return [*class_sums(parts), *class_rows(parts), *(n for n, part in parts.items() if isinstance(part, Weight))]
+
+
 def balanced_sums(parts: Mapping[str, Part]) -> dict[str, int]:
     """The sums in which classes count alike, whatever their examples, and how many clients must hold a class."""
     sums = {name: part.min_holders for name, part in parts.items() if isinstance(part, Sum)}

@@ -119,7 +119,7 @@ def _use(card: Mapping[str, Any]) -> str:
 
 def _results(run: Mapping[str, Any], class_names: Sequence[str]) -> str:
     last, mean = run["last"], run["mean_of_last"]
-    if last is None and mean is None:
+    if last is None and all(figure is None for figure in (mean or {}).values()):
         return f"The model of round {run['round']} was not evaluated."
     columns = {_round(run): last}
     if averaged := _averaged(run):

@@ -101,7 +101,19 @@ def notes(results: Sequence[Result]) -> list[str]:
     if data["imbalance"] == "natural":  # else they are mostly of examples that the cut leaves out
         few += judged.taken(names, environment.get("validation_counts"), environment.get("class_counts"))
     over = judged.over_classes(counts(results))
-    return [*few, *([f"{TITLES['balanced']} is over {over}"] if over else []), *gap.notes(results)]
+    runs = [run for result in results for run in result.runs]
+    late = [note for run in runs if (note := _last_evaluated(run))]
+    return [*few, *([f"{TITLES['balanced']} is over {over}"] if over else []), *late, *gap.notes(results)]
+
+
+def _last_evaluated(run: RunView) -> str:
+    """A note on a run whose last rounds could not be evaluated."""
+    summary, name = _summary(run), terminal.printable(run.path.name)
+    if summary.get("best_round") or summary["averaged_rounds"][-1:] == [run.rounds_done]:
+        return ""
+    if not summary["averaged_rounds"]:
+        return f"{name} was never evaluated"
+    return f"{name} was evaluated for the last time in round {summary['averaged_rounds'][-1]} of {run.rounds_done}"
 
 
 def collect(runs: Iterable[tuple[str, RunView]], on: str = "test") -> list[Result]:
@@ -139,7 +151,7 @@ def many_classes(results: Sequence[Result]) -> bool:
 
 
 def caption(results: Sequence[Result]) -> str:
-    rounds = sorted({len(_summary(run)["averaged_rounds"]) for r in results for run in r.runs})
+    rounds = sorted({len(_summary(run)["averaged_rounds"]) for r in results for run in r.runs} - {0})
     over = f"the last {rounds[0]} evaluated rounds" if len(rounds) == 1 else "the last evaluated rounds"
     over = f"mean of {'the last round' if rounds == [1] else over}"
     over = BEST if all("best_round" in _summary(run) for r in results for run in r.runs) else over

@@ -138,7 +138,7 @@ class Run:
                         if self._has_stopped():
                             break
                     assert state is not None  # there is at least one round
-                    self.notes += self._refused_throughout()
+                    self.notes += [*self._refused_throughout(), *self._not_evaluated(training)]
                     if self._has_stopped():
                         best = best_round(self._records)
                         self.notes.append(f"stopped after round {state.round}: validation was best in round {best}")
@@ -182,6 +182,13 @@ class Run:
             for k, (round, reason) in sorted(last.items(), key=lambda item: int(item[0]))
             if k not in counted
         ]
+
+    def _not_evaluated(self, training: Training) -> list[str]:
+        due = [record for record in self.folder.metrics() if training.is_evaluated(record["round"])]
+        if not (skipped := [str(record["round"]) for record in due if "test" not in record]):
+            return []
+        named = ", ".join(skipped[:10]) + (", ..." if len(skipped) > 10 else "")
+        return [f"{len(skipped)} of {len(due)} evaluations are missing (in round {named}); figures are of the others"]
 
     def _check_files(self, before: Mapping[str, Any] | None, state: RunState | None) -> None:
         """Raise ConfigError if a file that is read again has changed since the run began. Without a checkpoint, that is
@@ -292,7 +299,8 @@ class Run:
             return None
         try:
             summary, kept = self.folder.summary() or {}, digest_of_state(self._kept(state))
-            return summary if "confusion" in summary and summary.get("state") == kept else None
+            is_known = "confusion" in summary and "test" in self.folder.metrics()[-1]
+            return summary if is_known and summary.get("state") == kept else None
         except (StorageError, AttributeError):
             self.notes.append("summary.json is damaged and is written again")
             return None

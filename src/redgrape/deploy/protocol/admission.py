@@ -21,7 +21,7 @@ import torch
 from redgrape import nets, own_code
 from redgrape.errors import ConfigError
 from redgrape.exchange import Parts
-from redgrape.exchange.parts import balanced_sums, class_rows, class_sums
+from redgrape.exchange.parts import balanced_sums, class_rows, class_sums, of_data
 from redgrape.method import Site
 from redgrape.privacy import floors
 from redgrape.rounds import exchanged
@@ -46,10 +46,10 @@ def why_refused(experiment: Experiment, options: DeployOptions | SiteOptions) ->
     exchange, single = experiment.exchange, experiment.method.create().needs_single()
     parts, survey = crossing(experiment, options)
     summed, name, sites = options.secure_aggregation, experiment.method.name, number_of(options)
-    if summed and class_sums(parts) and (experiment.clients_per_round or sites) < sites:
+    if summed and of_data(parts) and (experiment.clients_per_round or sites) < sites:
         return (
-            f"clients_per_round is {experiment.clients_per_round}, and the sums of method '{name}' must be over all "
-            f"{sites} sites: sums over different sites would give the examples of a single one; leave it out"
+            f"clients_per_round is {experiment.clients_per_round}, and a secure sum of '{', '.join(of_data(parts))}' "
+            f"must be over all {sites} sites: two sums over different sites would give that of one site; leave it out"
         )
     alone = [] if summed else [*class_sums(parts), *balanced_sums(parts)]
     if (rows := [*class_rows(parts), *alone]) and not options.class_rows:
@@ -73,9 +73,9 @@ def why_refused(experiment: Experiment, options: DeployOptions | SiteOptions) ->
 
 
 def sums_must_be_whole(experiment: Experiment, options: DeployOptions | SiteOptions) -> bool:
-    """Whether a secure sum of updates must be over all sites. Sums over the examples of each class hardly change from
-    round to round, so a sum with a site, and one without it, would give those of this site."""
-    return bool(class_sums(crossing(experiment, options)[0]))
+    """Whether a secure sum of updates must be over all sites: a sum with a site, and one without it, would give what
+    the site tells of its data in every round."""
+    return bool(of_data(crossing(experiment, options)[0]))
 
 
 def number_of(options: DeployOptions | SiteOptions) -> int:

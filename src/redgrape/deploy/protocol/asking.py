@@ -105,6 +105,7 @@ class Sites:
         from redgrape.deploy.protocol.secure_sum import NotBegun, secure_sum
 
         ends = time.monotonic() + (self._options.deadlines.join if waits else 0)
+        least = max(self.at_once, fewest) if waits else 1
 
         def ask(stage: Stage, parts: Mapping[ClientId, Parts]) -> Iterator[tuple[ClientId, Reply[SumAnswer] | Lost]]:
             asked: dict[ClientId, Letter] = {}
@@ -114,7 +115,7 @@ class Sites:
                 seconds = question.deadline if computes else self._options.deadlines.evaluate
                 asked[k] = SumQuestion.about(question, name, stage, seconds), {**own, **(more if computes else {})}
             states_lost: dict[ClientId, StateLost] = {}
-            for k, reply in self.ask(asked, SumAnswer, self.at_once if stage.name == "keys" else 1):
+            for k, reply in self.ask(asked, SumAnswer, least if stage.name == "keys" else 1):
                 if isinstance(reply, Refused):
                     refused.add(k)
                 if isinstance(reply, StateLost):

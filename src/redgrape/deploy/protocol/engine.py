@@ -54,11 +54,13 @@ class FlowerEngine:
         self._half, self._sites, self._members, self._options, self._say = half, sites, members, options, say
         self._task = dict(task)
         self._reach = KEPT * experiment.checkpoint_every + 1  # rounds that a resume may go back
+        self._rounds, self._is_last = experiment.rounds, True  # also of a run that was trained before
         self._is_whole = options.secure_aggregation and sums_must_be_whole(experiment, options)
 
     def run_clients(
         self, broadcast: Tree, clients: Sequence[ClientId], states: Mapping[ClientId, Tree], round: int
     ) -> Iterator[tuple[ClientId | None, Answer | SumOfAnswers | Lost]]:
+        self._is_last = round == self._rounds
         parts = {TrainQuestion.carries: tree.to_bytes(broadcast)}
         letters: dict[ClientId, Letter] = {}
         for k in clients:
@@ -126,18 +128,18 @@ class FlowerEngine:
         return evaluation.of_shared([sums for _, sums in sorted(received.items())])
 
     def _evaluated_by_all(self, letters: Mapping[ClientId, Letter]) -> Scores | None:
-        """From a sum over all sites, else None: two sums that differ by one site give its test examples."""
+        """From a sum over all sites, else None: two sums that differ by one site give its test examples. A missing site
+        is waited for in the last round only."""
         from redgrape.deploy.protocol.secure_sum import SumFailed
 
         try:
-            total = self._sites.sum(letters, len(letters), waits=False).total
+            total = self._sites.sum(letters, len(letters), waits=self._is_last).total
+            return evaluation.of_shared([self._checked_sums(total)])
         except SumFailed as failure:
             self._say(f"the model is not evaluated, since not all sites did: {_in_words(failure)}")
-            return None
-        try:
-            return evaluation.of_shared([self._checked_sums(total)])
         except UpdateRejected as error:
-            raise TooFewClients(f"the sum of the sites' evaluations was rejected: {error}") from error
+            self._say(f"the model is not evaluated, since the sum of the sites' evaluations was rejected: {error}")
+        return None
 
     def _checked_sums(self, sent: Tree, tests: int | None = None) -> Tree:
         """What a site tells of its evaluation, else UpdateRejected. `tests`: on how many examples it evaluates, where

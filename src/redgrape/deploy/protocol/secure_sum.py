@@ -125,14 +125,14 @@ class Member:
             raise ConfigError(
                 f"a secure sum needs the keys of {FEWEST_IN_SUM} to {MOST} sites; the server sent {len(keys)}"
             )
-        if self._everyone not in (None, len(keys)):
-            raise ConfigError(f"this sum must be over all {self._everyone} sites; the server sent {len(keys)} keys")
+        self._require_everyone(len(keys), "keys")
         self._state.sample_num = self._state.share_num = len(keys)
         self._state.threshold = threshold(len(keys))
         made = _flower._share_keys(self._state, {str(k): [keys[k], box_keys[k]] for k in keys})
         return {f"share/{k}": box for k, box in zip(made[Key.DESTINATION_LIST], made[Key.CIPHERTEXT_LIST], strict=True)}
 
     def _masked(self, boxes: Mapping[ClientId, bytes], numbers: Numbers) -> dict[str, bytes]:
+        self._require_everyone(len(boxes) + 1, "shares")
         configs = {Key.CIPHERTEXT_LIST: list(boxes.values()), Key.SOURCE_LIST: list(boxes)}
         halves = ndarrays_to_parameters(_halves(numbers))
         made = _flower._collect_masked_vectors(self._state, configs, 1, halves)
@@ -144,10 +144,15 @@ class Member:
         held = sorted(self._state.rd_seed_share_dict)
         if sorted(arrived + lost) != held or self._me not in arrived or len(arrived) < self._state.threshold:
             raise ConfigError("the server asks to unmask others than those that took part in a secure sum")
-        if self._everyone is not None and lost:
-            raise ConfigError(f"this sum must be over all {self._everyone} sites; {len(lost)} gave no numbers")
+        self._require_everyone(len(arrived), "numbers")
         made = _flower._unmask(self._state, {Key.ACTIVE_NODE_ID_LIST: arrived, Key.DEAD_NODE_ID_LIST: lost})
         return {f"share/{k}": share for k, share in zip(made[Key.NODE_ID_LIST], made[Key.SHARE_LIST], strict=True)}
+
+    def _require_everyone(self, number: int, what: str) -> None:
+        if self._everyone not in (None, number):
+            raise ConfigError(
+                f"this sum must be over all {self._everyone} sites; the server has the {what} of {number}"
+            )
 
 
 @dataclass(frozen=True)

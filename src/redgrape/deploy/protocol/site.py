@@ -83,7 +83,7 @@ class DeployedSite:
         self._evaluated = self._reported_test_set()
         self._states = SiteStates(folder.states if states is None else states)
         self._prepared: tuple[Any, ClientHalf, bool] | None = None  # for the task; whether its sums must be whole
-        self._sums: tuple[str, Member] | None = None  # the name of the sum under way
+        self._sums: tuple[str, Question, Member] | None = None  # of the sum under way: its name, and what is added
 
     @property
     def _cache(self) -> Path:
@@ -199,26 +199,26 @@ class DeployedSite:
         from redgrape.deploy.protocol.secure_sum import Member
         from redgrape.exchange import fixed_point
 
-        stage = Stage(question.stage, question.arrived, question.lost)
+        stage, added = Stage(question.stage, question.arrived, question.lost), replace(question.added(), deadline=1.0)
         if stage.name == "keys":
             # NotAllowed and StateMissing come before anybody computes.
             whole = True  # columns, a survey and an evaluation are the same again, whoever is missing
-            if isinstance(added := question.added(), ColumnsQuestion):
+            if isinstance(added, ColumnsQuestion):
                 self._experiment(added)
             else:
                 self._half(question)
             if isinstance(added, TrainQuestion):
                 self._state(added)
                 whole = self._prepared is not None and self._prepared[2]
-            self._sums = question.sum, Member(self.index, self.options.sites if whole else None)
-        if self._sums is None or self._sums[0] != question.sum:
+            self._sums = question.sum, added, Member(self.index, self.options.sites if whole else None)
+        if self._sums is None or self._sums[:2] != (question.sum, added):
             raise ConfigError("this site takes part in another secure sum, or was restarted since this one began")
         answer, numbers = SumAnswer(site=self.index), None
         if stage.name == "masked":
             state_key, summand = self._summand(question, parts)
             layout, numbers = fixed_point.encode(summand, self.options.sites)
             answer = SumAnswer(site=self.index, layout=layout, state_key=state_key)
-        return answer, self._sums[1].answer(stage, parts, numbers)
+        return answer, self._sums[2].answer(stage, parts, numbers)
 
     def _summand(self, question: SumQuestion, parts: Parts) -> tuple[int | None, Tree]:
         """What this site adds, and the key of its client's new state."""
