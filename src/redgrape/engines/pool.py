@@ -27,13 +27,13 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
-from types import MappingProxyType, TracebackType
-from typing import Any, NamedTuple, Self
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
 
 from redgrape.data.federation import Federation
-from redgrape.engines import Answer, ClientHalf, Lost, Split
+from redgrape.engines import Answer, ClientHalf, Engine, Lost, Split
 from redgrape.engines.devices import near, of_worker, sharing
 from redgrape.engines.shared_memory import Mailbox, SharedFederation
 from redgrape.errors import ConfigError, RedgrapeError, enough_memory
@@ -52,7 +52,7 @@ COPIED = "copied"  # tells a worker that its last answer, for which its outbox h
 OUTBOXES = 512 << 20  # bytes of answers kept in shared memory, over all workers, until a round ends
 
 
-class Pool:
+class Pool(Engine):
     """`deadline`: seconds after which a worker that has not answered counts as hung (None: never)."""
 
     def __init__(
@@ -204,14 +204,6 @@ class Pool:
             worker.kill()
         self._workers = []
         self._shared.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def _wait(things: list[Any], timeout: float | None) -> set[Any]:
