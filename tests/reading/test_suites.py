@@ -40,7 +40,6 @@ from redgrape.reading.suites import (
     formats,
     found_cells,
     grid,
-    search,
     side_by_side,
     statistics,
     tables,
@@ -1094,7 +1093,7 @@ def sampler(monkeypatch: pytest.MonkeyPatch) -> Sampler:
         create_study=lambda direction, sampler: study,
         trial=types.SimpleNamespace(TrialState=types.SimpleNamespace(FAIL="fail")),
     )
-    monkeypatch.setattr(search, "_optuna", lambda: optuna)
+    monkeypatch.setitem(sys.modules, "optuna", optuna)
     return study
 
 

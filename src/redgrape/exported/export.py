@@ -11,7 +11,6 @@ None of them contains a path of this machine.
 from __future__ import annotations
 
 import hashlib
-import importlib
 import json
 import logging
 import math
@@ -26,7 +25,7 @@ from torch import Tensor, nn
 from redgrape import nets, own_code, tree
 from redgrape.data.partition import LIKE
 from redgrape.engines.devices import IN_BFLOAT16
-from redgrape.errors import ConfigError, StorageError, install, unknown
+from redgrape.errors import ConfigError, StorageError, needed, unknown
 from redgrape.exported.card import write_card
 from redgrape.exported.model import (
     FORMAT,
@@ -232,10 +231,7 @@ class _FromRawInputs(nn.Module):
 def _onnx(model: Tensors, description: Description, net_name: str) -> bytes:
     """The graph from raw inputs (`pixels` or `x`, any number of rows) to `logits`."""
     for name in ("onnx", "onnxscript"):
-        try:
-            importlib.import_module(name)
-        except ImportError as error:
-            raise ConfigError(f"the format onnx needs the package {name}; {install('onnx')}") from error
+        needed(name, f"the format onnx needs the package {name}", "onnx")
     shape, is_pixels = description.input.shape, description.input.dtype != "float"
     dtype: torch.dtype = getattr(torch, description.dtype)
     net = description.build(net_name).to(dtype)
