@@ -141,7 +141,6 @@ def _run(reading: Reading, split: dict[str, Any] | None) -> dict[str, Any]:
         "norms": _norms((summary or {}).get("classifier_norms"), C),
         "reliability": _reliability(reading.evaluation),
         "sites": [_site(row) for row in reading.evaluation.get("sites", [])],
-        "threshold": _threshold(view.experiment["method"].get("threshold")),
         "rejected": sum(len(record.get("rejected") or ()) for record in view.metrics),
         "versions": _versions(view.environment),
     }
@@ -165,10 +164,6 @@ def _reliability(evaluation: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 def _site(row: Mapping[str, Any]) -> dict[str, Any]:
     return {"site": text(row["site"]), **{name: number(row.get(name)) for name in ("examples", "classes", *FIGURES)}}
-
-
-def _threshold(value: Any) -> str:
-    return f"{value:g}" if isinstance(value, int | float) else ""
 
 
 def _versions(environment: Mapping[str, Any] | None) -> list[str]:
@@ -207,7 +202,6 @@ def _columns(reading: Reading, split: dict[str, Any] | None) -> dict[str, list[A
         row = {
             "round": int(record["round"]),
             **{figure: number(test.get(figure)) for figure in FIGURES},
-            "loss": number(record.get("train_loss")),
             "train": number(time.get("train")),
             "evaluate": number(time.get("evaluate")),
             "down": _per_client(record.get("bytes_down"), asked),
