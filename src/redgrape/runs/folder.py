@@ -46,7 +46,6 @@ from redgrape.runs.experiment import Experiment, read_toml
 from redgrape.runs.figures import packed, unpacked_record
 
 FORMAT = 3
-OLDEST = 2  # the oldest readable format; it has no copy of the experiment
 KEPT = 2
 COPY = "description.toml"  # copy of experiment.toml; with that name, a checkpoint would look like a run
 CHECKPOINT_FILES = {"server.safetensors", "clients.safetensors", COPY}
@@ -313,18 +312,16 @@ class RunFolder:
         """Read and check the manifest of this checkpoint."""
         manifest = _read_json(path / "manifest.json")
         described = read_toml(self.path / "experiment.toml")  # not parsed: a later redgrape may know more keys
-        if isinstance(manifest, dict) and isinstance(version := manifest.get("format"), int) and version > FORMAT:
-            raise StorageError(f"'{path}' has format {version}, newer than this redgrape reads ({FORMAT})")
-        if isinstance(manifest, dict) and manifest.get("format") in range(OLDEST):
+        if isinstance(manifest, dict) and isinstance(version := manifest.get("format"), int) and version != FORMAT:
             raise StorageError(
-                f"'{path}' has format {manifest['format']}, older than this redgrape reads ({OLDEST}); finish the run "
-                "with the redgrape that began it"
+                f"'{path}' has format {version}, and this redgrape reads {FORMAT}; finish the run with the redgrape "
+                "that began it"
             )
         try:
             digests = [manifest["metrics"], *manifest["files"].values()]
             whole = (
                 manifest.keys() <= MANIFEST_KEYS
-                and OLDEST <= manifest["format"] <= FORMAT
+                and manifest["format"] == FORMAT
                 and self._checkpoint(manifest["round"]) == path
                 and {"server.safetensors"} <= manifest["files"].keys() <= CHECKPOINT_FILES
                 and all(digest["bytes"] >= 0 for digest in digests)
