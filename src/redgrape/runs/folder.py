@@ -294,7 +294,8 @@ class RunFolder:
                 raise StorageError(f"'{path / name}' is damaged: its SHA-256 does not match the manifest")
         with durable.storage_errors("read", self.path / "metrics.jsonl"):
             lines = (self.path / "metrics.jsonl").read_bytes()
-        if not _is_prefix(lines, manifest["metrics"]):
+        covered = manifest["metrics"]
+        if _digest(lines[: covered["bytes"]]) != covered:
             raise StorageError(f"'{self.path / 'metrics.jsonl'}' is damaged: its beginning does not match '{path}'")
         try:
             server = tree.from_bytes(data["server.safetensors"])
@@ -452,17 +453,6 @@ def _digest(data: bytes) -> dict[str, Any]:
     return {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
 
 
-def _is_prefix(data: bytes, digest: Mapping[str, Any]) -> bool:
-    return _digest(data[: digest["bytes"]]) == digest
-
-
-def _whole_lines(path: Path) -> list[bytes]:
-    if not path.exists():
-        return []
-    with durable.storage_errors("read", path):
-        return path.read_bytes().split(b"\n")[:-1]  # text after the last line break is an incomplete line
-
-
 def _times_up_to(round: int, data: bytes) -> bytes:
     """The lines up to this round, one per round. Damaged lines are left out."""
     kept: dict[int, bytes] = {}
@@ -475,7 +465,11 @@ def _times_up_to(round: int, data: bytes) -> bytes:
 
 
 def _read_lines(path: Path) -> list[dict[str, Any]]:
+    if not path.exists():
+        return []
+    with durable.storage_errors("read", path):
+        lines = path.read_bytes().split(b"\n")[:-1]  # text after the last line break is an incomplete line
     try:
-        return [json.loads(line) for line in _whole_lines(path)]
+        return [json.loads(line) for line in lines]
     except (ValueError, RecursionError) as error:
         raise StorageError(f"'{path}' is damaged: {error}") from error
