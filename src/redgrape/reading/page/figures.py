@@ -33,7 +33,7 @@ from redgrape.reading.gap import baseline
 from redgrape.reading.gap import notes as gap_notes
 from redgrape.reading.page.reading import Reading
 from redgrape.reading.run_tables import Result, by_seed, cell
-from redgrape.reading.run_view import EXTRA_DATA, machines, other_data, run_label, started
+from redgrape.reading.run_view import EXTRA_DATA, flat, machines, other_data, run_label, started
 from redgrape.reading.terminal import printable
 from redgrape.runs.figures import FIGURES, unpacked, window
 
@@ -276,7 +276,8 @@ def _notes(reading: Reading, tested: Sequence[Any] | None) -> list[str]:
 def _shared(experiment: Mapping[str, Any]) -> dict[str, Any]:
     """Everything that determines a result, except method, seed, and whether clients are alone or pooled."""
     apart = ("method", "seed", "checkpoint_every", "evaluate_every", "data.alone", "data.pooled")
-    return {name: value for name, value in _flat(experiment) if not name.startswith("method.") and name not in apart}
+    values = flat(experiment).items()
+    return {name: value for name, value in values if not name.startswith("method.") and name not in apart}
 
 
 def _defaults() -> dict[str, Any]:
@@ -333,26 +334,18 @@ def _on_methods(methods: Sequence[Mapping[str, Any]], readings: Mapping[str, Rea
 
 def _distinct(titles: Sequence[str], values: Sequence[Mapping[str, Any]]) -> list[str]:
     """The titles. Equal titles also get the values in which they differ from most of the others."""
-    flat = [dict(_flat(value)) for value in values]
+    named = [flat(value) for value in values]
     distinct = []
     for i, title in enumerate(titles):
-        alike = [flat[j] for j, other in enumerate(titles) if other == title]
-        named = [f"{text(key)}={text(value)}" for key, value in flat[i].items() if not _usual(key, value, alike)]
-        distinct.append(" ".join([title, *named]))
+        alike = [named[j] for j, other in enumerate(titles) if other == title]
+        own = [f"{text(key)}={text(value)}" for key, value in named[i].items() if not _usual(key, value, alike)]
+        distinct.append(" ".join([title, *own]))
     return distinct
 
 
 def _usual(key: str, value: Any, alike: Sequence[Mapping[str, Any]]) -> bool:
     """Whether more than half have this value. Then it is enough to name the others."""
     return all(key in other for other in alike) and 2 * sum(other[key] == value for other in alike) > len(alike)
-
-
-def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
-    for name, value in values.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
 
 
 def _clients(reading: Reading) -> int | None:
