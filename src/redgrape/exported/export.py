@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from redgrape import nets, own_code, tree
-from redgrape.data.partition import LIKE
+from redgrape.data.count_matrix import LIKE
 from redgrape.engines.devices import IN_BFLOAT16
 from redgrape.errors import ConfigError, StorageError, needed, unknown
 from redgrape.exported.card import write_card

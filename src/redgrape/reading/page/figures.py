@@ -28,6 +28,7 @@ from typing import Any
 
 import tomli_w
 
+from redgrape.data.count_matrix import brings_clients
 from redgrape.reading import judged
 from redgrape.reading.gap import baseline
 from redgrape.reading.gap import notes as gap_notes
@@ -354,7 +355,7 @@ def _clients(reading: Reading) -> int | None:
     if baseline(reading.view.experiment):
         return int(data["clients"])
     known = judged.clients_in(reading.view.environment or {})
-    return known or (None if judged.brings_clients(data["partition"]) else int(data["clients"]))
+    return known or (None if brings_clients(data["partition"]) else int(data["clients"]))
 
 
 def _title(experiment: Mapping[str, Any], clients: int | None) -> str:
