@@ -1396,8 +1396,8 @@ def test_estimates_know_how_many_workers_the_measured_runs_had(command: Command,
 
 def test_durations_are_as_fine_as_estimates() -> None:
     told = {1.0: "5 s", 61.0: "60 s", 600.0: "10 min", 7200.0: "2 h", 300_000.0: "3 days"}
-    assert [cost.duration(seconds) for seconds in told] == [f"about {words}" for words in told.values()]
-    assert cost.duration(cost.total([1.0, None])) == "unknown"
+    assert [cost.in_words(seconds) for seconds in told] == [f"about {words}" for words in told.values()]
+    assert cost.in_words(cost.total([1.0, None])) == "unknown"
 
 
 # Shipping
