@@ -159,10 +159,9 @@ def _scores_of_model(options: argparse.Namespace) -> dict[str, Any]:
     model = open_model(options.model, options.code)
     scores = evaluate_model(model, read_labelled(options.data, model))
     if not names_test_set(options.data, model):
-        print(
-            f"note: '{printable(options.data)}' names no test set, so all of it was used; examples from training "
-            "make the figures look too good",
-            file=sys.stderr,
+        _tell(
+            f"'{options.data}' names no test set, so all of it was used; examples from training make the figures look "
+            "too good"
         )
     _tell(*unknown_values(options.data, model))
     run = model.card.get("run")
@@ -195,7 +194,7 @@ def _scores_of_run(options: argparse.Namespace) -> dict[str, Any]:
         try:
             own.keep(scores)
         except (StorageError, BusyError) as error:  # such as a folder that is read-only
-            print(f"note: pages will not show this evaluation: {printable(error)}", file=sys.stderr)
+            _tell(f"pages will not show this evaluation: {error}")
     return scores
 
 
