@@ -55,19 +55,12 @@ from redgrape.tree import Tensors
 _PATHS = (".start", ".data.source", ".data.partition", ".net.", ".method.")
 
 
-def check_free(out: Path) -> None:
-    """Raise ConfigError if a model cannot be written to this folder, since there is something."""
-    with durable.storage_errors("read", out):
-        if out.exists() and (not out.is_dir() or any(out.iterdir())):
-            raise ConfigError(f"'{out}' already exists and is not an empty folder; choose another")
-
-
 def export(run: Path, out: Path, format: Format = "safetensors", calibration: Mapping[str, Any] | None = None) -> Path:
     """Write the model of the newest checkpoint to the folder `out`. The folder is created atomically. `calibration`: of
     this run's model, as `OwnModel.calibration` gives it."""
     if format not in WEIGHTS:
         raise unknown("format", format, WEIGHTS)
-    check_free(out)
+    durable.check_free(out)
     card, weights, disclosed, _ = _described(run, format, calibration)
     files = {
         WEIGHTS[format]: weights,

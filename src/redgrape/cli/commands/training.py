@@ -28,6 +28,7 @@ from redgrape.reading.suites import cost, tables
 from redgrape.reading.suites.description import Cell, Suite, text
 from redgrape.reading.suites.found_cells import Standing
 from redgrape.reading.terminal import lines, printable
+from redgrape.runs import durable
 from redgrape.runs.environment import REMEDY, Present
 from redgrape.runs.experiment import Experiment, NetOptions, override, put, read_toml
 from redgrape.runs.figures import FIGURES, OF_MANY_CLASSES
@@ -59,10 +60,10 @@ def _new_run(experiment: Experiment, options: argparse.Namespace) -> RunFolder |
 
 def fit(options: argparse.Namespace) -> None:
     """A run of one round, of the method that needs no training."""
-    from redgrape.exported.export import check_free, export
+    from redgrape.exported.export import export
 
     if options.export is not None:
-        check_free(options.export)
+        durable.check_free(options.export)
     if folder := _new_run(Experiment.parse(described(options)), options):
         model = None if options.export is None else export(folder.path, options.export)
         finish(folder, options, {} if model is None else {"model": str(model)})
