@@ -134,9 +134,7 @@ def _add_training(add: Add) -> None:
     command = add("adjust", "training", "give the model of a finished run another head, in one round")
     command.add_argument("run", type=flags.path, help="the run folder")
     command.add_argument("method", metavar="METHOD", help=f"the method, with its settings: {WITHOUT_TRAINING}:rho=0.5")
-    command.add_argument(
-        "-c", dest="config", action="append", default=[], metavar="KEY=VALUE", help="set any key, e.g. rounds=2"
-    )
+    flags.add_config(command, "rounds=2")
     flags.add_run_folder(command)
     flags.add_execution(command)
 
@@ -395,9 +393,7 @@ def _add_deployment(commands: Any) -> None:
     command.add_argument("--net", dest="set:net.name", metavar="NAME", help="the net")
     command.add_argument("--seed", dest="set:seed", type=int, metavar="N", help="the seed")
     command.add_argument("--rounds", dest="set:rounds", type=int, metavar="N", help="communication rounds")
-    command.add_argument(
-        "-c", dest="config", action="append", default=[], metavar="KEY=VALUE", help="set any key, e.g. method.lam=0.2"
-    )
+    flags.add_config(command)
     command.add_argument("--name", type=flags.name, metavar="NAME", help="name of the run folder below DIR/runs")
     command.add_argument(
         "--simulate",
