@@ -78,7 +78,8 @@ def proposals(
 def _suggest(trial: Any, key: str, choice: Range | list[Label]) -> Label:
     if isinstance(choice, list):
         if any(isinstance(value, list) for value in choice):
-            return choice[trial.suggest_int(key, 0, len(choice) - 1)]
+            place: int = trial.suggest_int(key, 0, len(choice) - 1)
+            return choice[place]
         value: Label = trial.suggest_categorical(key, choice)
         return value
     whole = isinstance(choice.low, int) and isinstance(choice.high, int)
