@@ -14,8 +14,10 @@ Every message is one line: what was wrong, the value, and what to do instead.
 from __future__ import annotations
 
 import difflib
+import importlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from types import ModuleType
 
 
 class RedgrapeError(Exception):
@@ -50,6 +52,14 @@ def install(extra: str) -> str:
     """How to install an extra of redgrape, which is on no package index. Some shells read brackets without quotes as a
     pattern."""
     return f"run `pip install -e '.[{extra}]'` in your clone of redgrape"
+
+
+def needed(module: str, purpose: str, extra: str) -> ModuleType:
+    """The module of an optional package, else ConfigError: what needs it, and how to install it."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ConfigError(f"{purpose}; {install(extra)}") from error
 
 
 def unknown(kind: str, word: str, options: Iterable[str]) -> ConfigError:

@@ -19,6 +19,11 @@ _BOUNDS = {
 }
 
 
+def as_tuple(value: Any) -> Any:
+    """A list as a tuple: TOML has only lists."""
+    return tuple(value) if isinstance(value, list) else value
+
+
 def one_line(error: ValidationError, model: type[BaseModel], prefix: str = "") -> ConfigError:
     """The first problem, and the number of others."""
     problems = error.errors(include_url=False)

@@ -17,7 +17,7 @@ from redgrape.data.federation import Groups
 from redgrape.errors import DataError
 from redgrape.exported.export import export
 from redgrape.exported.model import load_model
-from redgrape.exported.own_test import OwnModel, evaluate_run
+from redgrape.exported.own_test import OwnModel
 from redgrape.learning import evaluation
 from redgrape.reading.page.figures import page_data
 from redgrape.reading.page.reading import Reading
@@ -100,7 +100,7 @@ def test_a_run_by_site_calibrated_and_shown(
     for words in ("by site, %", "one class", "worst site", "before", "after", "temperature", "reliability.png"):
         assert words in out, words
     assert (tmp_path / "reliability.png").read_bytes().startswith(b"\x89PNG")
-    scores = evaluate_run(folder.path)
+    scores = OwnModel.open(folder.path).evaluate()
     total = sum(row["examples"] * row["accuracy"] for row in scores["sites"])
     assert total / scores["examples"] == pytest.approx(scores["accuracy"])
     shown = page_data({"a": Reading.of(folder.path)})["runs"]["a"]

@@ -15,7 +15,7 @@ from redgrape.cli.main import main
 from redgrape.data.prepare import DataOptions, prepare
 from redgrape.errors import ConfigError, DataError, StorageError
 from redgrape.exported.export import export
-from redgrape.exported.own_test import evaluate_run
+from redgrape.exported.own_test import OwnModel
 from redgrape.runs.folder import RunFolder
 from redgrape.runs.run import Run, run
 
@@ -47,7 +47,7 @@ def source(tmp_path: Path) -> Path:
 
 def test_it_is_the_last_evaluation_of_the_run(source: Path, tmp_path: Path) -> None:
     folder = run(described(source, ["rare_syndrome", "cat"]), tmp_path / "run")
-    scores, summary = evaluate_run(folder.path), folder.summary()
+    scores, summary = OwnModel.open(folder.path).evaluate(), folder.summary()
     assert summary is not None
     for name in ("accuracy", "balanced", "macro_f1", "head", "tail"):
         assert scores[name] == summary["last"][name], name
@@ -65,12 +65,12 @@ def test_it_refuses_other_data_and_unfinished_runs(source: Path, tmp_path: Path)
     next(steps)
     steps.close()
     with pytest.raises(StorageError, match="is not finished; continue it"):
-        evaluate_run(folder.path)
+        OwnModel.open(folder.path)
     for _ in Run(RunFolder.open(folder.path), workers=1).steps():
         pass
     write_data(source, seed=1)
     with pytest.raises(DataError, match=r"has changed since it began: the data was \w+ and is \w+; restore"):
-        evaluate_run(folder.path)
+        OwnModel.open(folder.path)
 
 
 def test_the_command_fits_80_columns(

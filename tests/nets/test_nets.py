@@ -254,7 +254,6 @@ def test_nets_for_a_shape():
 
 def test_every_net_has_its_own_name_and_one_line():
     assert all(name == net.__name__ for name, net in nets.NETS.items())
-    lines = nets.describe()
-    assert list(lines) == list(nets.NETS)
-    assert len(set(lines.values())) == len(nets.NETS)
-    assert all(10 < len(line) < 90 and line[-1] != "." for line in lines.values())
+    lines = [(net.__doc__ or "").partition("\n")[0] for net in nets.NETS.values()]
+    assert len(set(lines)) == len(nets.NETS)
+    assert all(10 < len(line) < 90 and line[-1] != "." for line in lines)

@@ -204,7 +204,7 @@ def test_page_holds_the_data_of_every_chart(runs: Path, tmp_path: Path) -> None:
         columns = data["rounds"][key]
         assert columns["round"] == [1, 2, 3]
         assert {len(values) for values in columns.values()} == {ROUNDS}
-        for name in (*FIGURES, "loss", "train", "evaluate", "down", "up"):
+        for name in (*FIGURES, "train", "evaluate", "down", "up"):
             assert all(value is not None for value in columns[name]), name
         is_redgrape = "redgrape" in key
         assert (columns["age"][0] is not None) == is_redgrape

@@ -40,7 +40,6 @@ from redgrape.reading.suites import (
     formats,
     found_cells,
     grid,
-    search,
     side_by_side,
     statistics,
     tables,
@@ -1094,7 +1093,7 @@ def sampler(monkeypatch: pytest.MonkeyPatch) -> Sampler:
         create_study=lambda direction, sampler: study,
         trial=types.SimpleNamespace(TrialState=types.SimpleNamespace(FAIL="fail")),
     )
-    monkeypatch.setattr(search, "_optuna", lambda: optuna)
+    monkeypatch.setitem(sys.modules, "optuna", optuna)
     return study
 
 
@@ -1397,8 +1396,8 @@ def test_estimates_know_how_many_workers_the_measured_runs_had(command: Command,
 
 def test_durations_are_as_fine_as_estimates() -> None:
     told = {1.0: "5 s", 61.0: "60 s", 600.0: "10 min", 7200.0: "2 h", 300_000.0: "3 days"}
-    assert [cost.duration(seconds) for seconds in told] == [f"about {words}" for words in told.values()]
-    assert cost.duration(cost.total([1.0, None])) == "unknown"
+    assert [cost.in_words(seconds) for seconds in told] == [f"about {words}" for words in told.values()]
+    assert cost.in_words(cost.total([1.0, None])) == "unknown"
 
 
 # Shipping

@@ -11,7 +11,7 @@ import pytest
 import redgrape as rg
 from redgrape.errors import ConfigError
 from redgrape.exported.export import export, newest_state
-from redgrape.exported.own_test import evaluate_run
+from redgrape.exported.own_test import OwnModel
 from redgrape.reading.run_view import RunView
 from redgrape.runs import figures
 from redgrape.runs.finished import digest_of_state
@@ -62,7 +62,7 @@ def test_the_model_of_the_best_round_is_kept_and_exported(tmp_path: Path) -> Non
     shorter = run(described(tmp_path, rounds=best), tmp_path / "shorter")
     state = newest_state(RunFolder.open(folder.path), RunView.read(folder.path))
     assert state.round == best and summary["state"] == (shorter.summary() or {})["state"] == digest_of_state(state)
-    assert evaluate_run(folder.path)["accuracy"] == records[best - 1]["test"]["accuracy"]
+    assert OwnModel.open(folder.path).evaluate()["accuracy"] == records[best - 1]["test"]["accuracy"]
     card = (export(folder.path, tmp_path / "model") / "README.md").read_text()
     assert f"after round {best} of 8" in card and "not finished" not in card
     assert f"| accuracy | round {best}, the best by validation |\n" in card and "mean of" not in card

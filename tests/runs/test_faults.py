@@ -641,7 +641,7 @@ def test_a_damaged_environment_can_be_done_without(
     assert contents(folder)["summary.json"] == contents(finished)["summary.json"]
 
 
-@pytest.mark.parametrize("version", [0, 1, FORMAT + 1, 99])
+@pytest.mark.parametrize("version", [0, FORMAT - 1, FORMAT + 1, 99])
 def test_other_formats_are_refused_in_one_line(
     finished: Path, tmp_path: Path, version: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -650,16 +650,3 @@ def test_other_formats_are_refused_in_one_line(
         path.write_text(json.dumps({**json.loads(path.read_bytes()), "format": version}))
     line = one_line(command("resume", folder, "--workers", 1, capsys=capsys), 74)
     assert f"has format {version}" in line
-
-
-def test_the_format_before_is_read(unfinished: Path, finished: Path, tmp_path: Path) -> None:
-    """A run of format 2 has neither copies of its experiment nor a list of checksums; it goes on all the same."""
-    folder = Path(shutil.copytree(unfinished, tmp_path / "run"))
-    (folder / "SHA256SUMS").unlink()
-    for path in folder.glob("checkpoints/*/manifest.json"):
-        manifest = json.loads(path.read_bytes())
-        del manifest["files"]["description.toml"]
-        (path.parent / "description.toml").unlink()
-        path.write_text(json.dumps({**manifest, "format": 2}))
-    carry_out(folder, {})
-    assert contents(folder)["summary.json"] == contents(finished)["summary.json"]

@@ -110,8 +110,12 @@ def add_experiment(
         if flag not in without:
             metavar = kind.__name__.strip("_").upper()
             group.add_argument(flag, dest=f"set:{key}", type=kind, metavar=metavar, help=texts.get(flag, text))
-    group.add_argument(
-        "-c", dest="config", action="append", default=[], metavar="KEY=VALUE", help="set any key, e.g. method.lam=0.2"
+    add_config(group)
+
+
+def add_config(command: argparse._ActionsContainer, example: str = "method.lam=0.2") -> None:
+    command.add_argument(
+        "-c", dest="config", action="append", default=[], metavar="KEY=VALUE", help=f"set any key, e.g. {example}"
     )
 
 

@@ -111,7 +111,3 @@ def ending_at_signals() -> Iterator[None]:
 
 def _one_line(error: Exception) -> str:
     return printable(" ".join(str(error).split()))
-
-
-if __name__ == "__main__":
-    main()

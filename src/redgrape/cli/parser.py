@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeAlias
 
@@ -61,15 +61,7 @@ def build() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND", parser_class=_Parser)
 
     def add(name: str, module: str, text: str) -> argparse.ArgumentParser:
-        command = commands.add_parser(
-            name,
-            help=text,
-            description=text,
-            allow_abbrev=False,
-            epilog=_examples(name),
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-        )
-        command.set_defaults(command=_command(module, name))
+        command = _add_command(commands, name, module, text, EXAMPLES.get(name))
         command.add_argument("--json", action="store_true", help="print JSON")
         return command
 
@@ -82,9 +74,19 @@ def build() -> argparse.ArgumentParser:
     return parser
 
 
-def _examples(command: str) -> str | None:
-    lines = EXAMPLES.get(command)
-    return "\n  ".join(["examples:", *lines]) if lines else None
+def _add_command(
+    commands: Any, name: str, module: str, text: str, examples: Sequence[str] | None = None
+) -> argparse.ArgumentParser:
+    command: argparse.ArgumentParser = commands.add_parser(
+        name,
+        help=text,
+        description=text,
+        allow_abbrev=False,
+        epilog="\n  ".join(["examples:", *examples]) if examples else None,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    command.set_defaults(command=_command(module, name))
+    return command
 
 
 def _command(module: str, name: str) -> Any:
@@ -134,9 +136,7 @@ def _add_training(add: Add) -> None:
     command = add("adjust", "training", "give the model of a finished run another head, in one round")
     command.add_argument("run", type=flags.path, help="the run folder")
     command.add_argument("method", metavar="METHOD", help=f"the method, with its settings: {WITHOUT_TRAINING}:rho=0.5")
-    command.add_argument(
-        "-c", dest="config", action="append", default=[], metavar="KEY=VALUE", help="set any key, e.g. rounds=2"
-    )
+    flags.add_config(command, "rounds=2")
     flags.add_run_folder(command)
     flags.add_execution(command)
 
@@ -258,15 +258,7 @@ def _add_data(add: Add, commands: Any) -> None:
     data = commands.add_parser("data", help="show or download data", description="Show or download data.")
     parts = data.add_subparsers(required=True, metavar="COMMAND", parser_class=_Parser)
     text = "print and plot the examples of each client"
-    command = parts.add_parser(
-        "show",
-        help=text,
-        description=text,
-        allow_abbrev=False,
-        epilog=_examples("data show"),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    command.set_defaults(command=_command("data", "show"))
+    command = _add_command(parts, "show", "data", text, EXAMPLES["data show"])
     command.add_argument("experiment", nargs="?", type=flags.path, help="a TOML file (default: built-in settings)")
     command.add_argument("--seed", dest="set:seed", type=int, metavar="N", help="the seed (default: 0)")
     flags.add_experiment(command)
@@ -333,8 +325,7 @@ def _add_deployment(commands: Any) -> None:
     parts = deploy.add_subparsers(required=True, metavar="COMMAND", parser_class=_Parser)
 
     def add(name: str, text: str, folder: str = "the deployment's folder") -> argparse.ArgumentParser:
-        command: argparse.ArgumentParser = parts.add_parser(name, help=text, description=text, allow_abbrev=False)
-        command.set_defaults(command=_command("deploy", name))
+        command = _add_command(parts, name, "deploy", text)
         command.add_argument("folder", type=flags.path, metavar="DIR", help=folder)
         return command
 
@@ -395,9 +386,7 @@ def _add_deployment(commands: Any) -> None:
     command.add_argument("--net", dest="set:net.name", metavar="NAME", help="the net")
     command.add_argument("--seed", dest="set:seed", type=int, metavar="N", help="the seed")
     command.add_argument("--rounds", dest="set:rounds", type=int, metavar="N", help="communication rounds")
-    command.add_argument(
-        "-c", dest="config", action="append", default=[], metavar="KEY=VALUE", help="set any key, e.g. method.lam=0.2"
-    )
+    flags.add_config(command)
     command.add_argument("--name", type=flags.name, metavar="NAME", help="name of the run folder below DIR/runs")
     command.add_argument(
         "--simulate",
@@ -418,8 +407,7 @@ def _add_deployment(commands: Any) -> None:
     add("renew", "give the server a new certificate before the old one expires")
 
     text = "look for problems in a deployment and suggest fixes"
-    command = commands.add_parser("doctor", help=text, description=text, allow_abbrev=False)
-    command.set_defaults(command=_command("doctor", "doctor"))
+    command = _add_command(commands, "doctor", "doctor", text)
     command.add_argument("folder", type=flags.path, metavar="DIR", help="the deployment's folder, or a site's")
     command.add_argument("--data", type=flags.path, metavar="PATH", help="data of a site, to check as well")
     command.add_argument("--json", action="store_true", help="print JSON")

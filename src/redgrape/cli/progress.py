@@ -7,19 +7,10 @@ import sys
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from redgrape.reading.terminal import printable
+from redgrape.reading.terminal import duration, printable
 
 if TYPE_CHECKING:
     from redgrape.training import Step
-
-
-def duration(seconds: float) -> str:
-    """Text such as `40 s`, `3 min` or `5 h`."""
-    if seconds < 90:
-        return f"{max(1, round(seconds))} s"
-    if seconds < 90 * 60:
-        return f"{round(seconds / 60)} min"
-    return f"{round(seconds / 3600)} h" if seconds < 48 * 3600 else f"{round(seconds / 86400)} days"
 
 
 def percent(value: float | None) -> str:

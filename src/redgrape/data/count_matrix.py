@@ -11,14 +11,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from redgrape.errors import DataError, unknown
 from redgrape.runs import durable
 
 if TYPE_CHECKING:
+    import numpy as np
     from numpy.typing import NDArray
 
+LIKE = "like:"  # the partition of a matrix: this, and its name or file
 FOLDER = Path(__file__).with_name("matrices")
 
 
@@ -26,6 +26,11 @@ FOLDER = Path(__file__).with_name("matrices")
 class CountMatrix:
     clients: list[str]
     counts: NDArray[np.int64]  # clients x classes
+
+
+def brings_clients(partition: str) -> bool:
+    """Whether the partition says how many clients there are."""
+    return partition == "natural" or partition.startswith(LIKE)
 
 
 def names() -> list[str]:
@@ -41,6 +46,8 @@ def check_name(name: str) -> None:
 
 def read(name: str) -> CountMatrix:
     """The matrix of this name, or of this CSV file."""
+    import numpy as np  # here: readers of runs do without
+
     check_name(name)
     path = Path(name) if name.endswith(".csv") else FOLDER / f"{name}.csv"
     try:

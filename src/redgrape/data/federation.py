@@ -179,19 +179,17 @@ class Federation:
             raise DataError(f"a client's rows reach from {rows.min()} to {rows.max()}; there are {len(train)} examples")
         if np.bincount(rows).max() > 1:
             raise DataError("an example belongs to two clients, or twice to one; every row may be named once")
-        for name, examples in (("test", test), ("validation", validation), ("auxiliary", auxiliary)):
+        others = (("test", test), ("validation", validation), ("auxiliary", auxiliary))
+        for name, examples in others:
             if examples is not None and _kind(examples) != _kind(train):
                 raise DataError(
                     f"{name} inputs are {_kind(examples)}, and training inputs {_kind(train)}; they must agree"
                 )
         if tail is not None and not all(0 <= c < num_classes for c in tail):
             raise DataError(f"tail names the classes {list(tail)}; there are the classes 0 to {num_classes - 1}")
-        train.check(num_classes, "training data")
-        test.check(num_classes, "test data")
-        if validation is not None:
-            validation.check(num_classes, "validation data")
-        if auxiliary is not None:
-            auxiliary.check(num_classes, "auxiliary data")
+        for name, examples in (("training", train), *others):
+            if examples is not None:
+                examples.check(num_classes, f"{name} data")
         self.train = train
         self.parts = [np.asarray(part, dtype=np.int64) for part in parts]
         self.test = test

@@ -7,15 +7,14 @@ import http.client
 import os
 import tarfile
 import urllib.error
-import urllib.parse
 import urllib.request
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from redgrape.data.sources import DATASETS, Dataset, data_root, digest_of, one_line
-from redgrape.errors import ConfigError, DataError, StorageError, unknown
+from redgrape.errors import DataError, StorageError, unknown
 
 Progress = Callable[[str, int, int | None], None]
 
@@ -23,42 +22,29 @@ TIMEOUT_SECONDS = 30
 BLOCK = 1 << 20
 
 
-def fetch(
-    name: str,
-    root: Path | None = None,
-    *,
-    base_urls: Sequence[str] | None = None,
-    progress: Progress | None = None,
-) -> Path:
+def fetch(name: str, root: Path | None = None, *, progress: Progress | None = None) -> Path:
     """Fetch the missing or damaged files of this image set and return its folder.
 
-    base_urls: other addresses to fetch from, tried in turn; a file's name is appended.
     progress: called with the file's name, the bytes so far, and the total if the server gives it.
     """
     if name not in DATASETS:
         raise unknown("dataset to fetch", name, DATASETS)
     dataset = DATASETS[name]
-    homes = dataset.urls if base_urls is None else tuple(base_urls)
-    for home in homes:
-        if urllib.parse.urlsplit(home).scheme not in ("http", "https"):
-            raise ConfigError(f"cannot fetch from '{home}'; pass an address that starts with http:// or https://")
     folder = data_root(root) / dataset.folder
     try:
         folder.mkdir(parents=True, exist_ok=True)
         missing = [file for file in dataset.files if not _is_right(folder / file, dataset.files[file])]
         for published in [dataset.archive] if dataset.archive and missing else missing:
-            _fetch_one(published, missing, dataset, homes, folder, progress)
+            _fetch_one(published, missing, dataset, folder, progress)
     except OSError as error:
         raise StorageError(f"cannot write to {folder}: {error.strerror or one_line(error)}") from error
     return folder
 
 
-def _fetch_one(
-    published: str, missing: list[str], dataset: Dataset, homes: Sequence[str], folder: Path, progress: Progress | None
-) -> None:
+def _fetch_one(published: str, missing: list[str], dataset: Dataset, folder: Path, progress: Progress | None) -> None:
     """Fetch one published file from the first address with a correct copy, and install its contents."""
     failures = []
-    for home in homes:
+    for home in dataset.urls:
         try:
             with _partial(folder / published) as partial:
                 _write(partial, _download(home + published, published, progress))
@@ -69,15 +55,13 @@ def _fetch_one(
             return
         except DataError as error:
             failures.append(f"{home}: {error}")
-    raise DataError(
-        f"cannot fetch {published} of {dataset.name} ({'; '.join(failures)}); try again, or pass other addresses"
-    )
+    raise DataError(f"cannot fetch {published} of {dataset.name} ({'; '.join(failures)}); try again")
 
 
 def _download(url: str, name: str, progress: Progress | None) -> Iterator[bytes]:
     received, total = 0, None
     try:
-        with urllib.request.urlopen(url, timeout=TIMEOUT_SECONDS) as response:  # noqa: S310 - the scheme has been checked
+        with urllib.request.urlopen(url, timeout=TIMEOUT_SECONDS) as response:  # noqa: S310 - an address of sources.py
             length = response.headers.get("Content-Length")
             total = int(length) if length else None
             while block := response.read(BLOCK):

@@ -14,6 +14,7 @@ import numpy as np
 
 from redgrape import own_code
 from redgrape.data import count_matrix
+from redgrape.data.count_matrix import LIKE
 from redgrape.data.federation import Groups
 from redgrape.determinism import numpy_stream
 from redgrape.errors import ConfigError, DataError, unknown
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
 
     Rows = NDArray[np.int64]
 
-LIKE = "like:"  # and the name of a count matrix, or its file
 ATTEMPTS = 10
 CREFF_GROUP = 10
 
@@ -65,11 +65,6 @@ def check_kind(kind: str) -> str:
     elif kind not in KINDS and kind != "natural" and not is_own(kind):
         raise unknown("partition", kind, [*KINDS, "natural", *(f"{LIKE}{name}" for name in count_matrix.names())])
     return kind
-
-
-def brings_clients(kind: str) -> bool:
-    """Whether this kind says how many clients there are."""
-    return kind == "natural" or kind.startswith(LIKE)
 
 
 def is_own(kind: str) -> bool:

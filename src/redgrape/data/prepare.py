@@ -31,18 +31,14 @@ from redgrape.data.partition import check_kind, client_names, partition
 from redgrape.data.sources import AS_THEY_ARE, READERS, Source, load
 from redgrape.data.table import SUFFIXES, Columns, Roles, is_table, not_read
 from redgrape.errors import ConfigError, DataError, unknown
-from redgrape.validation import LARGEST
+from redgrape.validation import LARGEST, as_tuple
 
 Rows = NDArray[np.int64]
 CUT = (0, 7, 8)  # the classes that binary imbalance cuts in the paper
 AT_SITES = "sites"  # the source of a deployed run
 
 
-def _list_to_tuple(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value  # TOML has only lists
-
-
-Names = Annotated[tuple[str, ...], BeforeValidator(_list_to_tuple)]
+Names = Annotated[tuple[str, ...], BeforeValidator(as_tuple)]
 
 
 def _known_partition(kind: str) -> str:
@@ -82,7 +78,7 @@ class DataOptions(BaseModel):
         description="exponential: sizes fall from class to class; binary: the tail classes are cut; natural: as it is",
     )
     ir: float = Field(50.0, ge=1, le=LARGEST, description="imbalance ratio: largest class over smallest")
-    tail_classes: Annotated[tuple[Annotated[int, Field(le=10**6)] | str, ...], BeforeValidator(_list_to_tuple)] = Field(
+    tail_classes: Annotated[tuple[Annotated[int, Field(le=10**6)] | str, ...], BeforeValidator(as_tuple)] = Field(
         CUT, description="the tail, by names or numbers: binary imbalance cuts it; else the default means by count"
     )
     head_cap: int | None = Field(None, ge=1, le=10**9, description="no class keeps more training examples than this")

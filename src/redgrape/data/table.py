@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn, Self
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
-from redgrape.errors import ConfigError, DataError, did_you_mean, install
+from redgrape.errors import ConfigError, DataError, did_you_mean, needed
 from redgrape.runs import durable
 
 if TYPE_CHECKING:
@@ -215,12 +215,9 @@ def of_rows(
 
 
 def _parquet(path: Path) -> Table:
+    parquet = needed("pyarrow.parquet", "reading Parquet needs pyarrow", "table")
     try:
-        import pyarrow.parquet
-    except ImportError as error:
-        raise ConfigError(f"reading Parquet needs pyarrow; {install('table')}") from error
-    try:
-        arrow = pyarrow.parquet.read_table(path)
+        arrow = parquet.read_table(path)
     except Exception as error:  # a damaged file can raise nearly anything
         raise DataError(f"{path} cannot be read as Parquet ({' '.join(str(error).split())})") from error
     return of_frame({name: arrow.column(name).to_pylist() for name in arrow.column_names}, str(path))

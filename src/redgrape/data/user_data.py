@@ -267,7 +267,8 @@ def labels_of(arrays: Any, *which: str) -> tuple[list[Any], list[str]]:
     named = [arrays[name] for name in which]
     if any(y.dtype.kind != "U" or y.ndim != 1 for y in named):
         numbers = [as_labels(y, f"{arrays.path}: {name}") for y, name in zip(named, which, strict=True)]
-        return numbers, names_of_classes(arrays, max(map(highest_label, numbers)), len(numbers[0]))
+        highest = max((int(y.max()) for y in numbers if len(y)), default=-1)
+        return numbers, names_of_classes(arrays, highest, len(numbers[0]))
     found = sorted({str(name) for y in named for name in np.unique(y)})
     names = names_of_classes(arrays, -1, 0) if "class_names" in arrays else found
     check_class_names(names, f"{arrays.path}: {which[0]}")
@@ -278,18 +279,14 @@ def labels_of(arrays: Any, *which: str) -> tuple[list[Any], list[str]]:
 
 
 def as_labels(y: Any, what: str) -> Any:
-    y = _integers(y, what)
+    if y.ndim != 1 or y.dtype.kind not in "iu":
+        raise DataError(
+            f"{what} holds {y.dtype} of shape {y.shape}; it must be one row of whole numbers, or of strings"
+        )
+    y = y.astype(np.int64)
     if len(y) and y.min() < 0:
         raise DataError(f"{what} has the label {y.min()}; labels are whole numbers from 0")
     return y
-
-
-def _integers(values: Any, what: str) -> Any:
-    if values.ndim != 1 or values.dtype.kind not in "iu":
-        raise DataError(
-            f"{what} holds {values.dtype} of shape {values.shape}; it must be one row of whole numbers, or of strings"
-        )
-    return values.astype(np.int64)
 
 
 def _numbers_or_names(values: Any, what: str) -> Any:
@@ -305,10 +302,6 @@ def _same_length(path: Path | str, name: str, values: Any, x: Any) -> None:
         raise DataError(
             f"{path}: {name} has {len(values)} entries for {len(x)} rows of inputs; there must be one for each"
         )
-
-
-def highest_label(labels: Rows) -> int:
-    return int(labels.max()) if len(labels) else -1
 
 
 def names_of_classes(arrays: Any, highest: int, examples: int) -> list[str]:

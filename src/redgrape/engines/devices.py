@@ -43,16 +43,6 @@ def chosen(name: str) -> list[torch.device]:
     return found if known[1] is None else [found[int(known[1])]]
 
 
-def of_worker(devices: list[torch.device], worker: int) -> torch.device:
-    """Workers take turns: with as many as there are GPUs, each has one; with more, several share one."""
-    return devices[worker % len(devices)]
-
-
-def sharing(devices: list[torch.device], workers: int) -> int:
-    """The most workers that share a device."""
-    return -(-workers // len(devices))
-
-
 def recorded(name: str, precision: str) -> str:
     """What decides bits, for the record of a run: not which GPU it is, but of what kind."""
     device = chosen(name)[0]

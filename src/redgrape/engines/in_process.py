@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from types import TracebackType
-from typing import Self
 
 from redgrape import tree
-from redgrape.engines import Answer, ClientHalf, Lost, Split, SumOfAnswers, devices
+from redgrape.engines import Answer, ClientHalf, Engine, Lost, Split, SumOfAnswers, devices
 from redgrape.learning import evaluation, sums
 from redgrape.learning.evaluation import Scores
 from redgrape.method import ClientId
 from redgrape.tree import Tensors, Tree
 
 
-class InProcess:
+class InProcess(Engine):
     def __init__(self, half: ClientHalf) -> None:
         self._half = replace(half, federation=devices.near(half.federation, half.device))
 
@@ -36,11 +34,3 @@ class InProcess:
 
     def close(self) -> None:
         pass
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()

@@ -27,14 +27,14 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
-from types import MappingProxyType, TracebackType
-from typing import Any, NamedTuple, Self
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
 
 from redgrape.data.federation import Federation
-from redgrape.engines import Answer, ClientHalf, Lost, Split
-from redgrape.engines.devices import near, of_worker, sharing
+from redgrape.engines import Answer, ClientHalf, Engine, Lost, Split
+from redgrape.engines.devices import near
 from redgrape.engines.shared_memory import Mailbox, SharedFederation
 from redgrape.errors import ConfigError, RedgrapeError, enough_memory
 from redgrape.exchange import Exchange
@@ -52,7 +52,7 @@ COPIED = "copied"  # tells a worker that its last answer, for which its outbox h
 OUTBOXES = 512 << 20  # bytes of answers kept in shared memory, over all workers, until a round ends
 
 
-class Pool:
+class Pool(Engine):
     """`deadline`: seconds after which a worker that has not answered counts as hung (None: never)."""
 
     def __init__(
@@ -70,7 +70,7 @@ class Pool:
             preload=[] if half.method.optimizer == "sgd" else ["torch._dynamo"]
         )  # torch.optim imports it
         self._room = OUTBOXES // workers
-        self._sharing = sharing(self._devices, workers)
+        self._sharing = -(-workers // len(self._devices))  # the most workers that share a device
         self._workers: list[_Worker] = []
         try:
             for i in range(workers):
@@ -84,7 +84,7 @@ class Pool:
     def _start(self, index: int) -> _Worker:
         ours, theirs = self._context.Pipe()
         half, inbox, outbox = self._half, Mailbox(self._room), Mailbox(self._room)
-        device = of_worker(self._devices, index)
+        device = self._devices[index % len(self._devices)]  # workers take turns
         job = (half.method, self._shared, half.build, half.seed, half.rounds, device, half.stack, half.exchange)
         process = self._context.Process(
             target=_serve, args=(theirs, inbox, outbox, self._sharing, *job), daemon=True, name="redgrape-worker"
@@ -176,7 +176,7 @@ class Pool:
                 elif status == "refused":
                     raise value
                 elif status == "error":
-                    raise _error_in_client(kind, worker.tasks[0], value)
+                    raise RuntimeError(f"{kind} {worker.tasks[0]} raised an error in its worker:\n{value}")
                 else:
                     task = worker.tasks[0]  # its current task; the others had not begun
                     failures[task] += 1
@@ -204,14 +204,6 @@ class Pool:
             worker.kill()
         self._workers = []
         self._shared.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def _wait(things: list[Any], timeout: float | None) -> set[Any]:
@@ -416,8 +408,3 @@ def _receive(connection: Connection[Any, Any], letters: queue.SimpleQueue[Any], 
             (copied if letter == COPIED else letters).put(letter)
     finally:
         os._exit(1)
-
-
-def _error_in_client(kind: str, task: int, text: str) -> RuntimeError:
-    """An error in the method's or the net's code: the task, and the worker's traceback."""
-    return RuntimeError(f"{kind} {task} raised an error in its worker:\n{text}")

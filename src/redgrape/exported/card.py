@@ -20,9 +20,6 @@ FIGURES = {
 }
 
 
-_PART_OF_GRAPH = "the normalisation is part of the graph"
-
-
 def write_card(card: Mapping[str, Any], disclosed: str) -> str:
     """Write the card from model.json. `disclosed` is what the method discloses beyond plain averaging."""
     run, experiment = card["run"], card["run"]["experiment"]
@@ -106,7 +103,9 @@ def _use(card: Mapping[str, Any]) -> str:
     else:
         treatment = f"`x` holds floats, [{shape}], which go to the net unchanged."
     name = "pixels" if pixels else "x"
-    scaled = f"it takes [{shape}] floats, already scaled" if card["input"].get("table") else _PART_OF_GRAPH
+    scaled = "the normalisation is part of the graph"
+    if card["input"].get("table"):
+        scaled = f"it takes [{shape}] floats, already scaled"
     runtime = f"\n\nThe input of model.onnx is named `{name}`, its output `logits`; {scaled}."
     return (
         "```python\nfrom redgrape.exported.model import load_model\n\n"

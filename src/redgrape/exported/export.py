@@ -11,7 +11,6 @@ None of them contains a path of this machine.
 from __future__ import annotations
 
 import hashlib
-import importlib
 import json
 import logging
 import math
@@ -24,9 +23,9 @@ import torch
 from torch import Tensor, nn
 
 from redgrape import nets, own_code, tree
-from redgrape.data.partition import LIKE
+from redgrape.data.count_matrix import LIKE
 from redgrape.engines.devices import IN_BFLOAT16
-from redgrape.errors import ConfigError, StorageError, install, unknown
+from redgrape.errors import ConfigError, StorageError, needed, unknown
 from redgrape.exported.card import write_card
 from redgrape.exported.model import (
     FORMAT,
@@ -56,19 +55,12 @@ from redgrape.tree import Tensors
 _PATHS = (".start", ".data.source", ".data.partition", ".net.", ".method.")
 
 
-def check_free(out: Path) -> None:
-    """Raise ConfigError if a model cannot be written to this folder, since there is something."""
-    with durable.storage_errors("read", out):
-        if out.exists() and (not out.is_dir() or any(out.iterdir())):
-            raise ConfigError(f"'{out}' already exists and is not an empty folder; choose another")
-
-
 def export(run: Path, out: Path, format: Format = "safetensors", calibration: Mapping[str, Any] | None = None) -> Path:
     """Write the model of the newest checkpoint to the folder `out`. The folder is created atomically. `calibration`: of
     this run's model, as `OwnModel.calibration` gives it."""
     if format not in WEIGHTS:
         raise unknown("format", format, WEIGHTS)
-    check_free(out)
+    durable.check_free(out)
     card, weights, disclosed, _ = _described(run, format, calibration)
     files = {
         WEIGHTS[format]: weights,
@@ -232,10 +224,7 @@ class _FromRawInputs(nn.Module):
 def _onnx(model: Tensors, description: Description, net_name: str) -> bytes:
     """The graph from raw inputs (`pixels` or `x`, any number of rows) to `logits`."""
     for name in ("onnx", "onnxscript"):
-        try:
-            importlib.import_module(name)
-        except ImportError as error:
-            raise ConfigError(f"the format onnx needs the package {name}; {install('onnx')}") from error
+        needed(name, f"the format onnx needs the package {name}", "onnx")
     shape, is_pixels = description.input.shape, description.input.dtype != "float"
     dtype: torch.dtype = getattr(torch, description.dtype)
     net = description.build(net_name).to(dtype)

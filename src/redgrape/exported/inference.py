@@ -211,7 +211,7 @@ def _decoded(files: Sequence[Path], model: Model) -> Any:
     return np.stack([images.open_image(file, pixels) for file in files])
 
 
-def evaluate_model(model: Model, examples: Examples, groups: Groups | None = None) -> dict[str, Any]:
+def evaluate_model(model: Model, examples: Examples) -> dict[str, Any]:
     """Evaluate the model on examples whose labels are indices of its classes; `evaluation.detailed` has the figures. If
     the model is calibrated, they are those after, as it predicts, and `uncalibrated` has those before."""
     if len(examples) == 0:
@@ -224,7 +224,7 @@ def evaluate_model(model: Model, examples: Examples, groups: Groups | None = Non
         for start in sums.batch_starts(examples):
             yield model.batch_logits(examples, start), examples.labels[start : start + BATCH]
 
-    place = (groups or Groups((), (), ()), model.class_names)
+    place = (Groups((), (), ()), model.class_names)
     found = evaluate_batches(batches(), *place)
     if model.calibration is None:
         return found

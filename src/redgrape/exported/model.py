@@ -19,7 +19,7 @@ from redgrape import nets, own_code, tree
 from redgrape.data.examples import WHITE, Examples, Pixels
 from redgrape.data.table import Columns, listed, of_frame
 from redgrape.determinism import same_bits_everywhere
-from redgrape.errors import ConfigError, DataError, install
+from redgrape.errors import ConfigError, DataError, needed
 from redgrape.learning.calibration import Calibration
 from redgrape.learning.sums import BATCH
 from redgrape.nets import pretrained
@@ -285,10 +285,7 @@ def forward_of(net: Net, pixels: Pixels) -> Forward:
 
 
 def _onnx_forward(data: bytes, description: Description, path: Path) -> Forward:
-    try:
-        import onnxruntime
-    except ImportError as error:
-        raise ConfigError(f"running an ONNX model needs onnxruntime; {install('onnx')}") from error
+    onnxruntime = needed("onnxruntime", "running an ONNX model needs onnxruntime", "onnx")
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = 1
     options.log_severity_level = 3

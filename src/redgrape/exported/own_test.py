@@ -8,7 +8,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -30,7 +29,6 @@ from redgrape.runs.experiment import Experiment
 from redgrape.runs.finished import check_model
 from redgrape.runs.folder import RunFolder
 
-NO_SITES = np.zeros(0, str)
 Split: TypeAlias = Literal["test", "validation"]
 Shares: TypeAlias = Literal["training", "validation"]
 
@@ -84,7 +82,7 @@ class OwnModel:
         return found
 
     def knows_sites(self, on: Split) -> bool:
-        return bool((self.federation.sites.get(on, NO_SITES) != "").any())
+        return on in self.federation.sites and bool((self.federation.sites[on] != "").any())
 
     def batches(self, on: Split) -> Iterator[tuple[Tensor, Tensor]]:
         """Logits and labels."""
@@ -128,8 +126,3 @@ class OwnModel:
 
 
 KEPT = ("examples", "ece", "reliability", "sites", "worst_sites", "calibration", "calibrated")
-
-
-def evaluate_run(path: Path, data_root: Path | None = None, on: Split = "test") -> dict[str, Any]:
-    """All figures of a finished run on its own examples. The data must be the run's."""
-    return OwnModel.open(path, data_root).evaluate(on)

@@ -37,9 +37,6 @@ SHORTEST_SIDE: dict[str, int] = {"cnn": 4, "cnn_dropout": 6} | {name: 5 for name
 MOST_WEIGHTS = 10**9  # 4 GB
 
 
-HEADS = ("linear", "mlp")  # nets on the features of a pretrained encoder
-
-
 def build(
     name: str, shape: tuple[int, ...], num_classes: int, seed: int, *, head: str = "linear", size: int | None = None
 ) -> Net:
@@ -94,11 +91,6 @@ def _check_size(name: str, make: Builder, shape: tuple[int, ...], num_classes: i
 def nets_for(shape: tuple[int, ...]) -> list[str]:
     """The names of the nets that take examples of this shape."""
     return [name for name in NETS if _fits(name, shape)]
-
-
-def describe() -> dict[str, str]:
-    """One line on every net: the first line of its docstring."""
-    return {name: (net.__doc__ or "").partition("\n")[0] for name, net in NETS.items()}
 
 
 def _fits(name: str, shape: tuple[int, ...]) -> bool:

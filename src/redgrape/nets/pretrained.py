@@ -102,17 +102,15 @@ def load(net: Net, name: str, path: str | None = None) -> None:
 
 def digest(name: str, path: str | None = None) -> str:
     """SHA-256 of the pretrained tensors."""
-    return LITE0_DIGEST if name == LITE0 and path is None else _digest(weights(name, path))
+    if name == LITE0 and path is None:
+        return LITE0_DIGEST
+    return hashlib.sha256(tree.to_bytes(weights(name, path))).hexdigest()
 
 
 def version(name: str) -> dict[str, str]:
     """The package whose code is the net, and its version; nothing for a net whose code is here."""
     package = PACKAGES.get(name.partition(":")[0])
-    return {} if package is None else {package: _package(name, package, package).__version__}
-
-
-def _digest(tensors: Tensors) -> str:
-    return hashlib.sha256(tree.to_bytes(tensors)).hexdigest()
+    return {} if package is None else {package: _package(name, package).__version__}
 
 
 @cache
@@ -156,7 +154,7 @@ def _lite0_weights() -> Tensors:
 
 
 def _timm(name: str) -> Encoder:
-    timm = _package(f"timm:{name}", "timm", "timm")
+    timm = _package(f"timm:{name}", "timm")
     create = partial(_created, f"timm:{name}", timm.create_model, name, num_classes=0)
     config = timm.data.resolve_model_data_config(create(pretrained=False))
     return Encoder(
@@ -168,7 +166,7 @@ def _timm(name: str) -> Encoder:
 
 
 def _torchvision(name: str) -> Encoder:
-    models = _package(f"torchvision:{name}", "torchvision", "torchvision").models
+    models = _package(f"torchvision:{name}", "torchvision").models
 
     def create(pretrained: bool) -> nn.Module:
         which = "DEFAULT" if pretrained else None
@@ -187,7 +185,7 @@ def _torchvision(name: str) -> Encoder:
 
 
 def _hf(name: str) -> Encoder:
-    transformers = _package(f"hf:{name}", "transformers", "transformers")
+    transformers = _package(f"hf:{name}", "transformers")
     config = _created(f"hf:{name}", transformers.AutoConfig.from_pretrained, name)
     images = _created(f"hf:{name}", transformers.AutoImageProcessor.from_pretrained, name)
 
@@ -221,11 +219,11 @@ class _Pooled(nn.Module):
         return hidden.mean(dim=1) if hidden.dim() == 3 else hidden.flatten(2).mean(dim=2)
 
 
-def _package(net: str, name: str, distribution: str) -> Any:
+def _package(net: str, name: str) -> Any:
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        raise _missing(net, name, f"run `pip install {distribution}`") from error
+        raise _missing(net, name, f"run `pip install {name}`") from error
 
 
 def _missing(net: str, package: str, remedy: str) -> ConfigError:

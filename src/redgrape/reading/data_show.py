@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from redgrape.data.federation import Federation
-from redgrape.errors import ConfigError, StorageError, install
+from redgrape.errors import StorageError
+from redgrape.reading.run_tables import pyplot
 from redgrape.reading.terminal import listed, paragraph, printable, table
 from redgrape.runs import durable
 
@@ -31,13 +32,8 @@ def describe(federation: Federation) -> str:
 
 def draw(federation: Federation, path: Path) -> None:
     """Draw a PNG of the training examples per client (rows) and class (columns), with class totals as bars on top."""
-    try:
-        import matplotlib as mpl
-    except ImportError as error:
-        raise ConfigError(f"drawing needs matplotlib; {install('plots')}") from error
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    plt = pyplot()
     from matplotlib.colors import ListedColormap, LogNorm
-    from matplotlib.figure import Figure
 
     counts = federation.client_counts
     clients, classes = counts.shape
@@ -45,8 +41,7 @@ def draw(federation: Federation, path: Path) -> None:
     map_width = float(np.clip((0.6 if annotated else 0.14) * classes, 5, 14))
     map_height = float(np.clip((0.36 if annotated else 0.12) * clients, 2, 12))
 
-    figure = Figure(figsize=(map_width + 1.8, map_height + 2.4), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = plt.figure(figsize=(map_width + 1.8, map_height + 2.4), layout="constrained")
     top, below = figure.subplots(2, 1, sharex=True, height_ratios=[1.2, map_height])
 
     for group, colour in (("head", "#1f4e79"), ("middle", "#7a9cc0"), ("tail", "#c0392b")):
@@ -61,7 +56,7 @@ def draw(federation: Federation, path: Path) -> None:
     top.tick_params(axis="x", length=0, labelbottom=False)
 
     norm = LogNorm(vmin=1, vmax=max(2, int(counts.max())))
-    blues = ListedColormap(mpl.colormaps["Blues"](np.linspace(0.25, 1, 256)))  # one example must not look like none
+    blues = ListedColormap(plt.colormaps["Blues"](np.linspace(0.25, 1, 256)))  # one example must not look like none
     image = below.imshow(np.ma.masked_equal(counts, 0), norm=norm, cmap=blues, aspect="auto", interpolation="nearest")
     if annotated:
         for (client, c), count in np.ndenumerate(counts):
@@ -80,6 +75,8 @@ def draw(federation: Federation, path: Path) -> None:
         figure.savefig(durable.ordinary(path), dpi=150, format="png")
     except OSError as error:
         raise StorageError(f"cannot write {path}: {error.strerror or error}") from error
+    finally:
+        plt.close(figure)
 
 
 def _label_axis(axis: Any, names: list[str], inches: float) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from redgrape.data.count_matrix import brings_clients
+
 FEW = 10
 EITHER_END = 10  # with very many classes, this many of the largest and of the smallest are shown
 NAMED = 8  # above this many classes, the rest is counted, not named
@@ -27,11 +29,6 @@ def counts_of(environment: Mapping[str, Any] | None, summary: Mapping[str, Any] 
 def has_alpha(partition: str) -> bool:
     """Whether the partition takes an alpha."""
     return partition != "iid" and not brings_clients(partition)
-
-
-def brings_clients(partition: str) -> bool:
-    """Whether the partition says how many clients there are; as in data/partition.py, which needs torch."""
-    return partition == "natural" or partition.startswith("like:")
 
 
 def clients_in(environment: Mapping[str, Any]) -> int:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from redgrape.errors import ConfigError, StorageError, install
+from redgrape.errors import ConfigError, StorageError, needed
 from redgrape.reading import gap, judged, terminal
 from redgrape.reading.run_view import EXTRA_DATA, RunView
 from redgrape.runs import durable
@@ -243,11 +243,7 @@ def colours(count: int) -> list[str]:
 
 
 def pyplot() -> Any:
-    try:
-        import matplotlib as mpl
-    except ImportError as error:
-        raise ConfigError(f"figures need matplotlib; {install('plots')}") from error
-    mpl.use("Agg")
+    needed("matplotlib", "figures need matplotlib", "plots").use("Agg")
     import matplotlib.pyplot as plt
 
     return plt

@@ -81,10 +81,11 @@ class RunView:
         """A summary of the run, as a table row."""
         mean = self.summary["mean_of_last"] if self.summary else {}
         data = self.experiment["data"]
+        ratio = "" if data["imbalance"] == "natural" else f" IR {data['ir']:g}"
         return {
             "run": str(self.path),
             "method": self.label + (EXTRA_DATA if self.uses_extra_data else ""),
-            "data": f"{Path(data['source']).stem} {data['imbalance']}" + _ratio(data),
+            "data": f"{Path(data['source']).stem} {data['imbalance']}{ratio}",
             "seed": self.experiment["seed"],
             "done": self.rounds_done,
             "rounds": self.experiment["rounds"],
@@ -108,10 +109,6 @@ class RunView:
     @property
     def uses_extra_data(self) -> bool:
         return bool(self.summary and self.summary.get("extra_data"))
-
-
-def _ratio(data: dict[str, Any]) -> str:
-    return "" if data["imbalance"] == "natural" else f" IR {data['ir']:g}"
 
 
 def run_label(method: dict[str, Any]) -> str:
@@ -217,6 +214,14 @@ def plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [plain(inner) for inner in value]
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The values by their whole keys, as in {"method.lr": 0.1}."""
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        found |= flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
+    return found
 
 
 def _content(path: Path) -> bytes:

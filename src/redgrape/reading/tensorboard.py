@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from redgrape.errors import ConfigError, install
+from redgrape.errors import needed
 from redgrape.runs.figures import FIGURES, OF_MANY_CLASSES
 from redgrape.training import Step
 
@@ -16,7 +16,8 @@ class TensorBoard:
     def __init__(self, run: Path) -> None:
         self._folder = run / "tensorboard"
         self._writer: Any = None
-        self._open = _summary_writer()
+        module = needed("torch.utils.tensorboard", "--tensorboard needs TensorBoard", "tensorboard")
+        self._open = module.SummaryWriter
 
     def step(self, step: Step) -> None:
         round = step.state.round
@@ -45,11 +46,3 @@ def scalars(step: Step) -> dict[str, float]:
             names = (*FIGURES, *OF_MANY_CLASSES, "loss")
             values |= {f"{judged_on}/{figure}": record[judged_on].get(figure) for figure in names}
     return {name: value for name, value in values.items() if value is not None}
-
-
-def _summary_writer() -> Any:
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError as error:
-        raise ConfigError(f"--tensorboard needs TensorBoard; {install('tensorboard')}") from error
-    return SummaryWriter

@@ -21,6 +21,15 @@ def lines(words: str) -> str:
     return "\n".join(map(printable, words.split("\n")))
 
 
+def duration(seconds: float, step: int = 1) -> str:
+    """Text such as `40 s`, `3 min` or `5 h`. Seconds are multiples of `step`."""
+    if seconds < 90:
+        return f"{max(step, step * round(seconds / step))} s"
+    if seconds < 90 * 60:
+        return f"{round(seconds / 60)} min"
+    return f"{round(seconds / 3600)} h" if seconds < 48 * 3600 else f"{round(seconds / 86400)} days"
+
+
 def width() -> int:
     """The columns of the terminal. A pipe has no limit: tools like grep need one line per row."""
     return shutil.get_terminal_size((10**4, 0)).columns

@@ -50,8 +50,8 @@ class StateFolder:
         with durable.storage_errors("read", self.file(number)):
             return self.file(number).stat().st_size
 
-    def append(self, states: Iterable[bytes]) -> Iterator[tuple[int, int]]:
-        """Append the states, and yield the file number and offset of each."""
+    def append(self, states: Iterable[tuple[ClientId, bytes]]) -> Iterator[tuple[ClientId, bytes, int, int]]:
+        """Append the clients' states, and yield each with its file number and offset."""
         with durable.storage_errors("write", self.path):
             if self.current is None:
                 if not self.path.exists():
@@ -59,11 +59,11 @@ class StateFolder:
                     durable.sync_folder(self.path.parent)
                 self.current = max(self.numbers(), default=0) + 1
             with self.file(self.current).open("ab") as file:
-                for data in states:
+                for client, data in states:
                     durable.fault_point("write")
                     offset = file.tell()
                     file.write(data)
-                    yield self.current, offset
+                    yield client, data, self.current, offset
 
     def read(self, number: int, offset: int, size: int) -> bytes:
         if min(offset, size) < 0 or offset + size > self.size(number):
@@ -110,16 +110,8 @@ class StateFiles(ClientStates):
         return StateFiles(self._folder, len(self._index))
 
     def _put(self, index: _Index, states: Iterable[tuple[ClientId, bytes]]) -> None:
-        arriving: list[tuple[ClientId, int, bytes]] = []
-
-        def data() -> Iterator[bytes]:
-            for k, state in states:
-                arriving.append((k, len(state), hashlib.sha256(state).digest()))
-                yield state
-
-        for number, offset in self._folder.append(data()):
-            k, size, digest = arriving.pop()
-            index[k] = (number, offset, size, digest)
+        for k, data, number, offset in self._folder.append(states):
+            index[k] = (number, offset, len(data), hashlib.sha256(data).digest())
 
     def _data(self, entry: Any) -> bytes:
         return self._folder.read(int(entry["file"]), int(entry["offset"]), int(entry["bytes"]))

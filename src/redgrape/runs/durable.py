@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from redgrape.errors import RedgrapeError, StorageError
+from redgrape.errors import ConfigError, RedgrapeError, StorageError
 
 # O_BINARY exists only on Windows, O_NOFOLLOW everywhere else
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0)
@@ -50,6 +50,13 @@ def check_no_folder(path: Path) -> None:
     with storage_errors("write", path):
         if path.is_dir():
             raise StorageError(f"'{path}' is a folder; name a file in it")
+
+
+def check_free(path: Path) -> None:
+    """Raise ConfigError if no new folder can be written here, since there is something."""
+    with storage_errors("read", path):
+        if path.exists() and (not path.is_dir() or any(path.iterdir())):
+            raise ConfigError(f"'{path}' already exists and is not an empty folder; choose another")
 
 
 def check_is_run(path: Path) -> None:

@@ -36,12 +36,10 @@ REMEDY = "restore the original, choose another folder with --out, or run it agai
 def file_digests(experiment: Experiment) -> dict[str, str]:
     """SHA-256 of the user's code, of the initial weights or the run that gives them, and of a pretrained encoder. The
     description has only their names."""
-    started = {} if experiment.start is None else {experiment.start: _digest_of_start(Path(experiment.start))}
+    started: dict[str, str] = {}
+    if experiment.start is not None:
+        started[experiment.start] = digest_of_state(last_state(RunFolder.open(Path(experiment.start))))
     return _digests(experiment, with_weights=True) | started
-
-
-def _digest_of_start(run: Path) -> str:
-    return digest_of_state(last_state(RunFolder.open(run)))
 
 
 def still_needed(experiment: Experiment) -> dict[str, str]:

@@ -23,8 +23,9 @@ from pydantic import (
 )
 
 from redgrape import methods, nets, own_code
+from redgrape.data.count_matrix import brings_clients
 from redgrape.data.federation import FederatedData
-from redgrape.data.partition import brings_clients, is_own
+from redgrape.data.partition import is_own
 from redgrape.data.prepare import CUT, DataOptions
 from redgrape.data.sources import AS_THEY_ARE, READERS
 from redgrape.data.table import is_table

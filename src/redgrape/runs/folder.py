@@ -46,7 +46,6 @@ from redgrape.runs.experiment import Experiment, read_toml
 from redgrape.runs.figures import packed, unpacked_record
 
 FORMAT = 3
-OLDEST = 2  # the oldest readable format; it has no copy of the experiment
 KEPT = 2
 COPY = "description.toml"  # copy of experiment.toml; with that name, a checkpoint would look like a run
 CHECKPOINT_FILES = {"server.safetensors", "clients.safetensors", COPY}
@@ -295,7 +294,8 @@ class RunFolder:
                 raise StorageError(f"'{path / name}' is damaged: its SHA-256 does not match the manifest")
         with durable.storage_errors("read", self.path / "metrics.jsonl"):
             lines = (self.path / "metrics.jsonl").read_bytes()
-        if not _is_prefix(lines, manifest["metrics"]):
+        covered = manifest["metrics"]
+        if _digest(lines[: covered["bytes"]]) != covered:
             raise StorageError(f"'{self.path / 'metrics.jsonl'}' is damaged: its beginning does not match '{path}'")
         try:
             server = tree.from_bytes(data["server.safetensors"])
@@ -313,18 +313,16 @@ class RunFolder:
         """Read and check the manifest of this checkpoint."""
         manifest = _read_json(path / "manifest.json")
         described = read_toml(self.path / "experiment.toml")  # not parsed: a later redgrape may know more keys
-        if isinstance(manifest, dict) and isinstance(version := manifest.get("format"), int) and version > FORMAT:
-            raise StorageError(f"'{path}' has format {version}, newer than this redgrape reads ({FORMAT})")
-        if isinstance(manifest, dict) and manifest.get("format") in range(OLDEST):
+        if isinstance(manifest, dict) and isinstance(version := manifest.get("format"), int) and version != FORMAT:
             raise StorageError(
-                f"'{path}' has format {manifest['format']}, older than this redgrape reads ({OLDEST}); finish the run "
-                "with the redgrape that began it"
+                f"'{path}' has format {version}, and this redgrape reads {FORMAT}; finish the run with the redgrape "
+                "that began it"
             )
         try:
             digests = [manifest["metrics"], *manifest["files"].values()]
             whole = (
                 manifest.keys() <= MANIFEST_KEYS
-                and OLDEST <= manifest["format"] <= FORMAT
+                and manifest["format"] == FORMAT
                 and self._checkpoint(manifest["round"]) == path
                 and {"server.safetensors"} <= manifest["files"].keys() <= CHECKPOINT_FILES
                 and all(digest["bytes"] >= 0 for digest in digests)
@@ -455,17 +453,6 @@ def _digest(data: bytes) -> dict[str, Any]:
     return {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
 
 
-def _is_prefix(data: bytes, digest: Mapping[str, Any]) -> bool:
-    return _digest(data[: digest["bytes"]]) == digest
-
-
-def _whole_lines(path: Path) -> list[bytes]:
-    if not path.exists():
-        return []
-    with durable.storage_errors("read", path):
-        return path.read_bytes().split(b"\n")[:-1]  # text after the last line break is an incomplete line
-
-
 def _times_up_to(round: int, data: bytes) -> bytes:
     """The lines up to this round, one per round. Damaged lines are left out."""
     kept: dict[int, bytes] = {}
@@ -478,7 +465,11 @@ def _times_up_to(round: int, data: bytes) -> bytes:
 
 
 def _read_lines(path: Path) -> list[dict[str, Any]]:
+    if not path.exists():
+        return []
+    with durable.storage_errors("read", path):
+        lines = path.read_bytes().split(b"\n")[:-1]  # text after the last line break is an incomplete line
     try:
-        return [json.loads(line) for line in _whole_lines(path)]
+        return [json.loads(line) for line in lines]
     except (ValueError, RecursionError) as error:
         raise StorageError(f"'{path}' is damaged: {error}") from error

@@ -15,6 +15,7 @@ from redgrape.reading.judged import EITHER_END, FEW, over_classes
 from redgrape.reading.reliability import check_ending, draw
 from redgrape.reading.run_tables import SHORT
 from redgrape.reading.terminal import paragraph, printable, table
+from redgrape.runs import durable
 from redgrape.runs.figures import FIGURES, LONGEST
 
 ENOUGH = 20  # validation examples of a class
@@ -27,10 +28,9 @@ def export(options: argparse.Namespace) -> None:
     if options.shares and not options.calibrate:
         raise ConfigError(f"--shares {options.shares} is for --calibrate; add that, or leave it out")
     if options.calibrate:
-        from redgrape.exported.export import check_free
         from redgrape.exported.own_test import OwnModel
 
-        check_free(options.out)
+        durable.check_free(options.out)
         calibration = OwnModel.open(options.run, options.data_root).calibration(options.shares)
     folder = write(options.run, options.out, options.format, calibration)
     run = json.loads((folder / "model.json").read_bytes())["run"]
@@ -159,10 +159,9 @@ def _scores_of_model(options: argparse.Namespace) -> dict[str, Any]:
     model = open_model(options.model, options.code)
     scores = evaluate_model(model, read_labelled(options.data, model))
     if not names_test_set(options.data, model):
-        print(
-            f"note: '{printable(options.data)}' names no test set, so all of it was used; examples from training "
-            "make the figures look too good",
-            file=sys.stderr,
+        _tell(
+            f"'{options.data}' names no test set, so all of it was used; examples from training make the figures look "
+            "too good"
         )
     _tell(*unknown_values(options.data, model))
     run = model.card.get("run")
@@ -195,7 +194,7 @@ def _scores_of_run(options: argparse.Namespace) -> dict[str, Any]:
         try:
             own.keep(scores)
         except (StorageError, BusyError) as error:  # such as a folder that is read-only
-            print(f"note: pages will not show this evaluation: {printable(error)}", file=sys.stderr)
+            _tell(f"pages will not show this evaluation: {error}")
     return scores
 
 
@@ -234,7 +233,6 @@ def _interval(scores: dict[str, Any], name: str) -> str:
 def predict(options: argparse.Namespace) -> None:
     from redgrape.exported.export import open_model
     from redgrape.exported.inference import as_csv, predict_file, unknown_values
-    from redgrape.runs import durable
 
     if options.out is not None:
         durable.check_no_folder(options.out)

@@ -31,8 +31,10 @@ def report(options: argparse.Namespace) -> None:
             paths += suites[-1].runs
             if not suites[-1].runs:
                 raise StorageError(f"no cell of '{folder}' has been run, or all runs were moved")
+        elif found := find_runs(folder):
+            paths += found
         else:
-            paths += _runs_of(folder)
+            raise StorageError(f"there is no run in or below '{folder}'; `redgrape ls` lists runs")
     for path in dict.fromkeys(paths):
         try:
             readings[str(path)] = Reading.of(path)
@@ -69,13 +71,6 @@ def _folders(named: list[Path]) -> Iterator[Path]:
                 f"'{path}' was not reproduced below 'runs'; run `redgrape reproduce {path}`, or name its folder"
             )
         yield from filter(suite.is_suite, places)
-
-
-def _runs_of(folder: Path) -> list[Path]:
-    runs = find_runs(folder)
-    if not runs:
-        raise StorageError(f"there is no run in or below '{folder}'; `redgrape ls` lists runs")
-    return runs
 
 
 def serve(options: argparse.Namespace) -> None:

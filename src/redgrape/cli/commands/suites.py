@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from redgrape.cli.commands.training import carry_out, command_of, described, raise_first, run_of, workers_of
+from redgrape.cli.commands.training import carry_out, command_of, described, present_of, raise_first, run_of, workers_of
 from redgrape.cli.main import ending_at_signals
 from redgrape.cli.publish import publish
 from redgrape.errors import BusyError, ConfigError, DataError, Diverged, RedgrapeError, StorageError, TooFewClients
@@ -38,7 +38,7 @@ def reproduce(options: argparse.Namespace) -> None:
             page = durable.ordinary(options.into).read_text(encoding="utf-8")
         formats.marks(suite.name, options.scale, page)
     _tell_damaged_records(options.results, required=page is not None)
-    standings = _standings(cells, options, None if options.no_run else _present(options))
+    standings = _standings(cells, options, None if options.no_run else present_of(options))
     if options.plan or options.dry_run:
         _print_plan(standings, options)
         return
@@ -79,7 +79,7 @@ def sweep(options: argparse.Namespace) -> None:
         return
     suite = grid.suite(options.name, values, options.grid, seeds, options.reference)
     _tell_damaged_records(options.results)
-    standings = _standings(suite.cells("sweep"), options, _present(options))
+    standings = _standings(suite.cells("sweep"), options, present_of(options))
     if options.on == "validation":
         _require_validation(standings)
     if options.plan or options.dry_run:
@@ -128,7 +128,7 @@ def _search(values: dict[str, object], seeds: Sequence[int], options: argparse.N
         _require_validation([Standing(cell) for cell in cells])
         chosen = ", ".join(f"{key} {text(value)}" for key, value in proposal.items())
         print(f"trial {next(trials)} of {options.search}: {chosen}", file=sys.stderr)
-        before = _standings(cells, options, _present(options))
+        before = _standings(cells, options, present_of(options))
         standings, failures = _run(before, options.out / options.name, options)
         for failure in failures:
             if not isinstance(failure, Diverged):
@@ -179,16 +179,6 @@ def _require_validation(standings: Sequence[Standing]) -> None:
         )
 
 
-def _present(options: argparse.Namespace) -> Present:
-    return Present(
-        options.device,
-        options.precision,
-        options.stack,
-        options.data_root,
-        allow_changes=options.allow_changes,
-    )
-
-
 def _standings(cells: Sequence[Cell], options: argparse.Namespace, present: Present | None) -> list[Standing]:
     """The progress of the cells. With --overwrite, an unusable run is no obstacle."""
     found = found_cells.standings(cells, options.out, options.results, options.data_root, present)
@@ -235,7 +225,7 @@ def _run_in_turn(
     """Run one cell after another. A cell that fails does not stop the others."""
     failures: list[RedgrapeError] = []
     after = list(standings)
-    present = _present(options)
+    present = present_of(options)
     for i, standing in enumerate(standings):
         name = standing.cell.name
         current = next((s for s in after[:i] if s.cell.identity == standing.cell.identity and s.finished), None)
@@ -299,7 +289,7 @@ def _print_plan(standings: Sequence[Standing], options: argparse.Namespace) -> N
         return
     width = max((len(s.cell.name) for s in standings), default=0)
     for s, seconds in zip(standings, estimates, strict=True):
-        expected = "" if s.finished or s.obstacle else f"  {s.rounds_left} rounds, {cost.duration(seconds)}"
+        expected = "" if s.finished or s.obstacle else f"  {s.rounds_left} rounds, {cost.in_words(seconds)}"
         print(f"{s.cell.name:<{width}}  {s.state}{expected}")
     kinds: dict[str, int] = {}
     for s in standings:
@@ -315,7 +305,7 @@ def _print_plan(standings: Sequence[Standing], options: argparse.Namespace) -> N
             else "by a rough model, because nothing has been run here yet"
         )
         each = f"{at_once} cells side by side, {workers} workers each" if at_once > 1 else f"{workers} workers"
-        print(f"{cost.duration(total)} with {each}, {basis}")
+        print(f"{cost.in_words(total)} with {each}, {basis}")
 
 
 def _record(standings: Sequence[Standing], records: Path, name: str) -> None:

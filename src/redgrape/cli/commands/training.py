@@ -28,6 +28,7 @@ from redgrape.reading.suites import cost, tables
 from redgrape.reading.suites.description import Cell, Suite, text
 from redgrape.reading.suites.found_cells import Standing
 from redgrape.reading.terminal import lines, printable
+from redgrape.runs import durable
 from redgrape.runs.environment import REMEDY, Present
 from redgrape.runs.experiment import Experiment, NetOptions, override, put, read_toml
 from redgrape.runs.figures import FIGURES, OF_MANY_CLASSES
@@ -59,10 +60,10 @@ def _new_run(experiment: Experiment, options: argparse.Namespace) -> RunFolder |
 
 def fit(options: argparse.Namespace) -> None:
     """A run of one round, of the method that needs no training."""
-    from redgrape.exported.export import check_free, export
+    from redgrape.exported.export import export
 
     if options.export is not None:
-        check_free(options.export)
+        durable.check_free(options.export)
     if folder := _new_run(Experiment.parse(described(options)), options):
         model = None if options.export is None else export(folder.path, options.export)
         finish(folder, options, {} if model is None else {"model": str(model)})
@@ -287,13 +288,7 @@ def _file_name(text: str) -> str:
 def _check_taken(cells: Sequence[tuple[Experiment, Path]], options: argparse.Namespace) -> None:
     """Raise ConfigError if an existing run has another experiment, other data or files, or comes from another machine.
     With --overwrite, remove all such runs instead. Every run is checked before the first is removed."""
-    present = Present(
-        options.device,
-        options.precision,
-        options.stack,
-        options.data_root,
-        allow_changes=options.allow_changes,
-    )
+    present = present_of(options)
     begun = [(experiment, path) for experiment, path in cells if (path / "experiment.toml").is_file()]
     wrong = {path: reason for e, path in begun if (reason := _why_not_taken(RunFolder.open(path), e, present))}
     for path, reason in wrong.items():
@@ -301,6 +296,12 @@ def _check_taken(cells: Sequence[tuple[Experiment, Path]], options: argparse.Nam
             raise ConfigError(f"'{path}' {reason}; {REMEDY}")
     for path in wrong:
         RunFolder.open(path).remove()
+
+
+def present_of(options: argparse.Namespace) -> Present:
+    return Present(
+        options.device, options.precision, options.stack, options.data_root, allow_changes=options.allow_changes
+    )
 
 
 def _why_not_taken(folder: RunFolder, experiment: Experiment, present: Present) -> str:
@@ -395,7 +396,7 @@ def run_of(i: int, standings: Sequence[Standing], options: argparse.Namespace, a
     left = [s for s in standings[i:] if not s.finished and not s.obstacle]
     measured = cost.measure(options.out, workers)
     seconds = cost.total([cost.seconds_left(s, measured, workers) for s in left], at_once)
-    time = "" if seconds is None else f", {cost.duration(seconds)} left"
+    time = "" if seconds is None else f", {cost.in_words(seconds)} left"
     return printable(f"run {i + 1} of {len(standings)}{time}: {standings[i].cell.name}")
 
 

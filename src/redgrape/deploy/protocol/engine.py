@@ -4,8 +4,7 @@ or in secure sums. A client's state lies at its site. The server keeps only its 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -24,7 +23,7 @@ from redgrape.deploy.protocol.messages import (
     TrainQuestion,
 )
 from redgrape.deploy.setup.folder import DeployOptions
-from redgrape.engines import Answer, ClientHalf, Lost, Split, SumOfAnswers
+from redgrape.engines import Answer, ClientHalf, Engine, Lost, Split, SumOfAnswers
 from redgrape.errors import TooFewClients
 from redgrape.exchange.checks import UpdateRejected
 from redgrape.learning import evaluation, sums
@@ -38,7 +37,7 @@ if TYPE_CHECKING:
     from redgrape.deploy.protocol.secure_sum import SumFailed
 
 
-class FlowerEngine:
+class FlowerEngine(Engine):
     """`task`: the fields that all questions of the run have."""
 
     def __init__(
@@ -165,14 +164,6 @@ class FlowerEngine:
 
     def close(self) -> None:
         pass
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def _in_words(failure: SumFailed) -> str:

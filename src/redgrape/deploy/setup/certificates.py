@@ -30,7 +30,7 @@ def new_key() -> PrivateKey:
     return ec.generate_private_key(ec.SECP384R1())
 
 
-def authority(key: PrivateKey, days: int = AUTHORITY_DAYS) -> Certificate:
+def authority(key: PrivateKey) -> Certificate:
     """The deployment's own certificate authority, self-signed, which cannot sign another authority."""
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "redgrape deployment")])
     usage = x509.KeyUsage(
@@ -45,7 +45,7 @@ def authority(key: PrivateKey, days: int = AUTHORITY_DAYS) -> Certificate:
         decipher_only=False,
     )
     return (
-        _builder(name, name, key.public_key(), days)
+        _builder(name, name, key.public_key(), AUTHORITY_DAYS)
         .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
         .add_extension(usage, critical=True)
         .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)

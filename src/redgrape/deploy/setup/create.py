@@ -134,9 +134,8 @@ def create(path: Path, options: DeployOptions) -> None:
             f"report it: none would be; name at least {options.min_clients} sites, or lower --min-clients (with two "
             "sites, each can subtract its own part)"
         )
-    if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        raise ConfigError(f"'{path}' exists already and is not an empty folder; name another")
-    temporary = path.with_name(f".{path.name}.tmp")
+    durable.check_free(path)
+    temporary = durable.aside(path)
     with durable.storage_errors("make", path):
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(mode=0o700, parents=True)
@@ -218,7 +217,7 @@ def app_hash(app: Path) -> str:
     return hashlib.sha256(build_fab_from_disk(app)).hexdigest()
 
 
-def renew(deployment: Deployment, days: int = certificates.SERVER_DAYS) -> None:
+def renew(deployment: Deployment) -> None:
     """Make a new certificate for the server, signed by the authority that the sites already know."""
     server = deployment.server
     if deployment.options.plain:
@@ -227,7 +226,7 @@ def renew(deployment: Deployment, days: int = certificates.SERVER_DAYS) -> None:
     if certificates.days_left(server / "ca.crt") < 0:
         raise ConfigError(f"'{server / 'ca.crt'}' itself has expired; make a new deployment and give out its folders")
     signing_key, authority = certificates.load_authority(server / "ca.key", server / "ca.crt")
-    _write_server_certificate(server, deployment.options, signing_key, authority, days)
+    _write_server_certificate(server, deployment.options, signing_key, authority)
 
 
 def _write_certificates(server: Path, options: DeployOptions) -> bytes:
@@ -236,19 +235,19 @@ def _write_certificates(server: Path, options: DeployOptions) -> bytes:
     public = certificates.certificate_bytes(authority)
     (server / "ca.crt").write_bytes(public)
     write_private(server / "ca.key", certificates.private_bytes(signing_key))
-    _write_server_certificate(server, options, signing_key, authority, certificates.SERVER_DAYS)
+    _write_server_certificate(server, options, signing_key, authority)
     return public
 
 
 def _write_server_certificate(
-    server: Path, options: DeployOptions, signing_key: PrivateKey, authority: Certificate, days: int
+    server: Path, options: DeployOptions, signing_key: PrivateKey, authority: Certificate
 ) -> None:
     key = certificates.new_key()
     everywhere = is_everywhere(options.bind)
     hosts = [options.host] if everywhere else [options.host, options.bind]
     if any(map(is_loopback, hosts)) or everywhere:
         hosts += ["localhost", "127.0.0.1"]  # for requests from this machine
-    certificate = certificates.server_certificate(key, list(dict.fromkeys(hosts)), authority, signing_key, days)
+    certificate = certificates.server_certificate(key, list(dict.fromkeys(hosts)), authority, signing_key)
     (server / "server.key").unlink(missing_ok=True)
     write_private(server / "server.key", certificates.private_bytes(key))
     (server / "server.crt").write_bytes(certificates.certificate_bytes(certificate))

@@ -36,7 +36,7 @@ from pydantic import (
 from redgrape.data.table import Column, Columns
 from redgrape.errors import ConfigError
 from redgrape.runs import durable
-from redgrape.validation import one_line, short
+from redgrape.validation import as_tuple, one_line, short
 
 _STRICT = ConfigDict(frozen=True, strict=True, extra="forbid")
 FEWEST_IN_SUM = 3  # sites in a secure sum
@@ -46,10 +46,6 @@ _LABEL = re.compile(r"[A-Za-z0-9]([A-Za-z0-9-]{0,61}[A-Za-z0-9])?")
 ALLOWED = "allowed"  # the section of site.toml
 FILES = "files"  # in a site's folder: its own copies of code and weights that experiments name
 _Folder = TypeVar("_Folder", bound="_Described")
-
-
-def _tuple(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value  # TOML has only lists
 
 
 def _site_name(name: str) -> str:
@@ -76,7 +72,9 @@ def _each_once(values: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 Names = Annotated[
-    tuple[Annotated[str, Field(min_length=1, max_length=200)], ...], BeforeValidator(_tuple), AfterValidator(_each_once)
+    tuple[Annotated[str, Field(min_length=1, max_length=200)], ...],
+    BeforeValidator(as_tuple),
+    AfterValidator(_each_once),
 ]
 SiteName = Annotated[str, AfterValidator(_site_name)]
 Host = Annotated[str, AfterValidator(_host)]
@@ -88,7 +86,7 @@ class DataAgreement(BaseModel):
     model_config = _STRICT
 
     classes: Names = Field(description="the names of all classes, in order", min_length=2)
-    shape: Annotated[tuple[Annotated[int, Field(ge=1)], ...], BeforeValidator(_tuple)] = Field(
+    shape: Annotated[tuple[Annotated[int, Field(ge=1)], ...], BeforeValidator(as_tuple)] = Field(
         description="the shape of an input: channels, height and width of an image, or the length of a vector",
         min_length=1,
     )
@@ -171,7 +169,7 @@ class _Described(BaseModel):
 class DeployOptions(_Described):
     """deploy.toml: the server's description of a deployment."""
 
-    sites: Annotated[tuple[SiteName, ...], BeforeValidator(_tuple), AfterValidator(_each_once)] = Field(
+    sites: Annotated[tuple[SiteName, ...], BeforeValidator(as_tuple), AfterValidator(_each_once)] = Field(
         description="the names of the sites, in order", min_length=1
     )
     host: Host = Field(description="the name or address by which the sites reach the server")

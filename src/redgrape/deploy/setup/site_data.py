@@ -26,12 +26,12 @@ def load(path: Path, cache: Path, agreement: DataAgreement, *, hold_out: bool) -
         raise DataError(f"there is no '{path}'; name a folder with a sub-folder a class, or an .npz with x and y")
     if agreement.label is not None:
         source = _table(path, agreement, hold_out)
-        return _agreed(source.train, source, agreement, path), _agreed(source.test, source, agreement, path)
-    size = agreement.image_size if path.is_dir() else None
-    with durable.storage_errors("write", cache):
-        cache.mkdir(mode=0o700, parents=True, exist_ok=True)  # decoded images and features are as private as the data
-        cache.chmod(0o700)
-    source = user_data.load(path, cache, seed=_SEED, image_size=size, hold_out=hold_out, fewest_classes=1)
+    else:
+        size = agreement.image_size if path.is_dir() else None
+        with durable.storage_errors("write", cache):  # decoded images and features are as private as the data
+            cache.mkdir(mode=0o700, parents=True, exist_ok=True)
+            cache.chmod(0o700)
+        source = user_data.load(path, cache, seed=_SEED, image_size=size, hold_out=hold_out, fewest_classes=1)
     return _agreed(source.train, source, agreement, path), _agreed(source.test, source, agreement, path)
 
 

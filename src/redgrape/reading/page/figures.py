@@ -28,12 +28,13 @@ from typing import Any
 
 import tomli_w
 
+from redgrape.data.count_matrix import brings_clients
 from redgrape.reading import judged
 from redgrape.reading.gap import baseline
 from redgrape.reading.gap import notes as gap_notes
 from redgrape.reading.page.reading import Reading
 from redgrape.reading.run_tables import Result, by_seed, cell
-from redgrape.reading.run_view import EXTRA_DATA, machines, other_data, run_label, started
+from redgrape.reading.run_view import EXTRA_DATA, flat, machines, other_data, run_label, started
 from redgrape.reading.terminal import printable
 from redgrape.runs.figures import FIGURES, unpacked, window
 
@@ -141,7 +142,6 @@ def _run(reading: Reading, split: dict[str, Any] | None) -> dict[str, Any]:
         "norms": _norms((summary or {}).get("classifier_norms"), C),
         "reliability": _reliability(reading.evaluation),
         "sites": [_site(row) for row in reading.evaluation.get("sites", [])],
-        "threshold": _threshold(view.experiment["method"].get("threshold")),
         "rejected": sum(len(record.get("rejected") or ()) for record in view.metrics),
         "versions": _versions(view.environment),
     }
@@ -165,10 +165,6 @@ def _reliability(evaluation: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 def _site(row: Mapping[str, Any]) -> dict[str, Any]:
     return {"site": text(row["site"]), **{name: number(row.get(name)) for name in ("examples", "classes", *FIGURES)}}
-
-
-def _threshold(value: Any) -> str:
-    return f"{value:g}" if isinstance(value, int | float) else ""
 
 
 def _versions(environment: Mapping[str, Any] | None) -> list[str]:
@@ -207,7 +203,6 @@ def _columns(reading: Reading, split: dict[str, Any] | None) -> dict[str, list[A
         row = {
             "round": int(record["round"]),
             **{figure: number(test.get(figure)) for figure in FIGURES},
-            "loss": number(record.get("train_loss")),
             "train": number(time.get("train")),
             "evaluate": number(time.get("evaluate")),
             "down": _per_client(record.get("bytes_down"), asked),
@@ -282,7 +277,8 @@ def _notes(reading: Reading, tested: Sequence[Any] | None) -> list[str]:
 def _shared(experiment: Mapping[str, Any]) -> dict[str, Any]:
     """Everything that determines a result, except method, seed, and whether clients are alone or pooled."""
     apart = ("method", "seed", "checkpoint_every", "evaluate_every", "data.alone", "data.pooled")
-    return {name: value for name, value in _flat(experiment) if not name.startswith("method.") and name not in apart}
+    values = flat(experiment).items()
+    return {name: value for name, value in values if not name.startswith("method.") and name not in apart}
 
 
 def _defaults() -> dict[str, Any]:
@@ -339,12 +335,12 @@ def _on_methods(methods: Sequence[Mapping[str, Any]], readings: Mapping[str, Rea
 
 def _distinct(titles: Sequence[str], values: Sequence[Mapping[str, Any]]) -> list[str]:
     """The titles. Equal titles also get the values in which they differ from most of the others."""
-    flat = [dict(_flat(value)) for value in values]
+    named = [flat(value) for value in values]
     distinct = []
     for i, title in enumerate(titles):
-        alike = [flat[j] for j, other in enumerate(titles) if other == title]
-        named = [f"{text(key)}={text(value)}" for key, value in flat[i].items() if not _usual(key, value, alike)]
-        distinct.append(" ".join([title, *named]))
+        alike = [named[j] for j, other in enumerate(titles) if other == title]
+        own = [f"{text(key)}={text(value)}" for key, value in named[i].items() if not _usual(key, value, alike)]
+        distinct.append(" ".join([title, *own]))
     return distinct
 
 
@@ -353,21 +349,13 @@ def _usual(key: str, value: Any, alike: Sequence[Mapping[str, Any]]) -> bool:
     return all(key in other for other in alike) and 2 * sum(other[key] == value for other in alike) > len(alike)
 
 
-def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
-    for name, value in values.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
-
-
 def _clients(reading: Reading) -> int | None:
     """The number of clients. It follows from the data if the partition is natural or of the user: None until known."""
     data = reading.view.experiment["data"]
     if baseline(reading.view.experiment):
         return int(data["clients"])
     known = judged.clients_in(reading.view.environment or {})
-    return known or (None if judged.brings_clients(data["partition"]) else int(data["clients"]))
+    return known or (None if brings_clients(data["partition"]) else int(data["clients"]))
 
 
 def _title(experiment: Mapping[str, Any], clients: int | None) -> str:

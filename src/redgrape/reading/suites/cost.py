@@ -14,6 +14,7 @@ from redgrape.errors import RedgrapeError
 from redgrape.nets import pretrained
 from redgrape.reading.run_view import RunView, find_runs
 from redgrape.reading.suites.found_cells import Standing
+from redgrape.reading.terminal import duration
 from redgrape.runs.experiment import Experiment
 from redgrape.runs.figures import LAST
 
@@ -126,12 +127,6 @@ def total(estimates: Sequence[float | None], at_once: int = 1) -> float | None:
     return sum(known) / at_once if len(known) == len(estimates) else None
 
 
-def duration(seconds: float | None) -> str:
-    """Text such as `about 3 h`, rounded to the precision of the estimate."""
-    if seconds is None:
-        return "unknown"
-    if seconds < 90:
-        return f"about {max(5, 5 * round(seconds / 5))} s"
-    if seconds < 90 * 60:
-        return f"about {round(seconds / 60)} min"
-    return f"about {round(seconds / 3600)} h" if seconds < 48 * 3600 else f"about {round(seconds / 86400)} days"
+def in_words(seconds: float | None) -> str:
+    """Text such as `about 3 h`."""
+    return "unknown" if seconds is None else f"about {duration(seconds, step=5)}"

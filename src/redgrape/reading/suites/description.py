@@ -14,6 +14,7 @@ from typing import Any, Literal, TypeAlias, TypeVar, get_args
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from redgrape.errors import ConfigError, unknown
+from redgrape.reading.run_view import flat
 from redgrape.reading.suites import files
 from redgrape.runs.checksums import hash_of
 from redgrape.runs.environment import file_digests
@@ -216,7 +217,7 @@ class Suite:
         here, there = self.cells(scale, [0], only), self.cells("paper", [0], only)
         found: dict[str, dict[tuple[str, str], list[Mapping[str, Label]]]] = {}
         for cell, full in zip(here, there, strict=True):
-            values, paper = _flat(cell.experiment.resolved()), _flat(full.experiment.resolved())
+            values, paper = flat(cell.experiment.resolved()), flat(full.experiment.resolved())
             for key in values.keys() | paper.keys():
                 pair = text(paper.get(key, "none")), text(values.get(key, "none"))
                 found.setdefault(key, {}).setdefault(pair, []).append(cell.labels)
@@ -240,8 +241,8 @@ class Suite:
 
     def _holds(self, rule: Rule, labels: Mapping[str, Label], scale: str) -> bool:
         """Whether the rule fits the cell and something that it sets, if anything, is there in the end."""
-        values = _flat(self._values(labels, scale))
-        kept = not rule.set or any(values.get(key) == value for key, value in _flat(rule.set).items())
+        values = flat(self._values(labels, scale))
+        kept = not rule.set or any(values.get(key) == value for key, value in flat(rule.set).items())
         return kept and rule.fits({**labels, "scale": scale})
 
     def _among(self, some: Sequence[Mapping[str, Label]], every: Sequence[Mapping[str, Label]]) -> str:
@@ -415,10 +416,3 @@ def _merged(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, 
         old = merged.get(name, {})
         merged[name] = _merged(old if isinstance(old, dict) else {}, value) if isinstance(value, Mapping) else value
     return merged
-
-
-def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for name, value in values.items():
-        flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
-    return flat

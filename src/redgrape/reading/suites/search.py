@@ -6,14 +6,13 @@ the same proposals come again, and their runs are already finished.
 
 from __future__ import annotations
 
-import importlib
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from redgrape.errors import ConfigError, install
+from redgrape.errors import ConfigError, needed
 from redgrape.reading.suites import grid
 from redgrape.reading.suites.description import Label
 
@@ -62,7 +61,7 @@ def proposals(
     space: Space, trials: int, score: Callable[[Mapping[str, Label]], float | None]
 ) -> Iterator[dict[str, Label]]:
     """Yield each proposal after it is scored. A score of None is a failure, and the sampler ignores it."""
-    optuna = _optuna()
+    optuna = needed("optuna", "--search needs Optuna", "search")
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     study = optuna.create_study(direction="maximize", sampler=optuna.samplers.TPESampler(seed=0))
     for _ in range(trials):
@@ -78,24 +77,12 @@ def proposals(
 
 def _suggest(trial: Any, key: str, choice: Range | list[Label]) -> Label:
     if isinstance(choice, list):
-        value: Label = (
-            choice[trial.suggest_int(key, 0, len(choice) - 1)]
-            if _has_lists(choice)
-            else (trial.suggest_categorical(key, choice))
-        )
+        if any(isinstance(value, list) for value in choice):
+            place: int = trial.suggest_int(key, 0, len(choice) - 1)
+            return choice[place]
+        value: Label = trial.suggest_categorical(key, choice)
         return value
     whole = isinstance(choice.low, int) and isinstance(choice.high, int)
     suggest = trial.suggest_int if whole else trial.suggest_float
     number: int | float = suggest(key, choice.low, choice.high, log=choice.log)
     return number if whole else float(f"{number:.4g}")  # as printed, so the best value can be typed again
-
-
-def _has_lists(choice: list[Label]) -> bool:
-    return any(isinstance(value, list) for value in choice)
-
-
-def _optuna() -> Any:
-    try:
-        return importlib.import_module("optuna")
-    except ImportError as error:
-        raise ConfigError(f"--search needs Optuna; {install('search')}") from error
