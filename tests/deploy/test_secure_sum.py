@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
+import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -24,8 +25,8 @@ from test_deploy_parts import RUN, FakeGrid, _question, _run, options
 
 from redgrape import tree
 from redgrape.cli import main as cli
-from redgrape.deploy.protocol import admission, secure_sum, wire
-from redgrape.deploy.protocol.messages import Reply, Stage, SumAnswer, SumQuestion
+from redgrape.deploy.protocol import admission, asking, secure_sum, wire
+from redgrape.deploy.protocol.messages import Parts, Reply, Stage, SumAnswer, SumQuestion
 from redgrape.deploy.protocol.secure_sum import STAGES, Member, SumFailed, Summed, threshold
 from redgrape.deploy.protocol.site import DeployedSite
 from redgrape.deploy.setup.create import create, deployed
@@ -34,6 +35,8 @@ from redgrape.engines import Lost
 from redgrape.errors import ConfigError, Diverged, TooFewClients
 from redgrape.exchange import fixed_point
 from redgrape.privacy.disclosure import disclosed, in_words
+from redgrape.reading.page.figures import page_data
+from redgrape.reading.page.reading import Reading
 from redgrape.reading.run_view import RunView
 from redgrape.runs.experiment import Experiment
 from redgrape.runs.folder import RunFolder
@@ -76,7 +79,7 @@ class Party:
             yield k, reply
 
     def sum(self, fewest: int = 1) -> Summed:
-        return secure_sum.secure_sum(range(len(self.values)), self.ask, fewest)
+        return secure_sum.secure_sum({k: f"site {k}" for k in range(len(self.values))}, self.ask, fewest)
 
     def is_right(self, summed: Summed) -> bool:
         inside = [self.values[k] for k in summed.answered]
@@ -115,7 +118,7 @@ def test_with_too_few_there_is_no_sum_and_nothing_is_unmasked(stage: str) -> Non
     party = Party(4, {0: stage, 2: stage})
     with pytest.raises(SumFailed, match=r"sites .*, and 3 are needed") as caught:
         party.sum()
-    assert caught.value.lost == {0: "site 0 is gone", 2: "site 2 is gone"}
+    assert str(caught.value).endswith("; site 0 is gone; site 2 is gone")
     shares = [reply for _, name, reply in party.seen if name == "revealed"]
     assert len(shares) < threshold(4)
     if stage != "revealed":
@@ -406,7 +409,7 @@ def test_an_evaluation_is_over_all_sites_or_there_is_none(tmp_path: Path, federa
     folder, said = _run(_quick(deployment), grid, "a", method={"name": "fedavg"})
     assert [record["round"] for record in folder.metrics() if "test" in record] == [1, 3]
     assert [record["answered"] for record in folder.metrics()] == [[0, 1, 2]] * 3
-    assert any(words.startswith("the model is not evaluated, since not all sites did") for words in said)
+    assert any(words.startswith("the model of round 2 is not evaluated, since not all sites did") for words in said)
     summary = folder.summary()
     assert summary is not None and summary["averaged_rounds"] == [3] and summary["confusion"] is not None
 
@@ -447,15 +450,85 @@ def test_a_run_that_could_never_be_evaluated_is_finished(
     folder, _ = _run(deployment, grid, "a", method=method, rounds=2)
     summary = folder.summary()
     assert summary is not None and summary["averaged_rounds"] == [] and summary["mean_of_last"]["accuracy"] is None
-    assert summary["confusion"] is None
+    assert "confusion" not in summary
     for words in (["show"], ["show", "--json"], ["ls"], ["privacy"], ["report", "--out", str(tmp_path / "report")]):
         assert cli.run([words[0], str(folder.path), *words[1:]]) == 0, words
     assert "a was never evaluated" in capsys.readouterr().out
     assert cli.run(["export", str(folder.path), str(tmp_path / "model")]) == 0
     assert "The model of round 2 was not evaluated" in (tmp_path / "model/README.md").read_text()
-    folder, _ = _run(deployment, FakeGrid(deployment, sites), "a", method=method, rounds=2)
+    page = page_data({"a": Reading.of(folder.path)})
+    assert "a was never evaluated" in page["settings"][0]["notes"] and page["runs"]["a"]["averaged"] == 0
+    for there in (FakeGrid(deployment, sites), Away(deployment, sites, "evaluate", "masked", range(100))):
+        folder, _ = _run(deployment, there, "a", method=method, rounds=2)
+        summary = folder.summary()
+        assert summary is not None and summary["averaged_rounds"] == [] and summary["confusion"] is not None
+
+
+def test_a_site_that_is_missing_at_the_very_end_is_asked_later(tmp_path: Path, federated: Federated) -> None:
+    """After the last round the model is evaluated twice: for the curve, and for the confusion matrix."""
+    deployment, sites = _deployed(tmp_path, federated, test=None)
+    deployment, method = _quick(deployment), {"name": "fedavg"}
+    folder, _ = _run(deployment, Away(deployment, sites, "evaluate", "masked", [2]), "a", method=method, rounds=2)
     summary = folder.summary()
-    assert summary is not None and summary["averaged_rounds"] == [] and summary["confusion"] is not None
+    assert summary is not None and summary["averaged_rounds"] == [2] and "confusion" not in summary
+    folder, _ = _run(deployment, FakeGrid(deployment, sites), "a", method=method, rounds=2)
+    assert (folder.summary() or {})["confusion"] is not None
+
+
+def test_a_missing_site_is_waited_for_once_after_the_last_round(
+    tmp_path: Path, federated: Federated, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deployment, sites = _deployed(tmp_path, federated, test=None)
+    waited, whole = list[bool](), asking.Sites.sum
+
+    def summed(self: asking.Sites, letters: Any, fewest: int, *, waits: bool = True) -> Summed:
+        if next(iter(letters.values()))[0].kind == "evaluate":
+            waited.append(waits)
+        return whole(self, letters, fewest, waits=waits)
+
+    monkeypatch.setattr(asking.Sites, "sum", summed)
+    grid = Away(deployment, sites, "evaluate", "masked", range(100))
+    _run(_quick(deployment), grid, "a", method={"name": "fedavg"}, rounds=2)
+    assert waited == [False, True, False]
+
+
+def test_whoever_spoils_an_evaluation_is_named(tmp_path: Path, federated: Federated) -> None:
+    deployment, sites = _deployed(tmp_path, federated, test=None)
+    whole = sites[1].answer
+
+    def empty(header: dict[str, Any], parts: Parts) -> tuple[dict[str, Any], Parts]:
+        answer, sent = whole(header, parts)
+        spoiled = header.get("of") == "evaluate" and header.get("stage") == "masked"
+        return answer, dict.fromkeys(sent, b"") if spoiled else sent
+
+    sites[1].answer = empty  # type: ignore[method-assign]
+    grid = FakeGrid(deployment, sites)
+    _, said = _run(_quick(deployment), grid, "a", method={"name": "fedavg"}, rounds=1)
+    [words, _] = [words for words in said if "is not evaluated" in words]
+    assert words.startswith("the model of round 1 is not evaluated, since not all sites did: 2 sites gave their part")
+    assert f"site '{SITES[1]}': its answer 'masked' in a secure sum cannot be read" in words
+
+
+def test_the_card_says_which_round_was_evaluated_last(tmp_path: Path, federated: Federated) -> None:
+    deployment, sites = _deployed(tmp_path, federated, test=None)
+    grid = Away(deployment, sites, "evaluate", "masked", [1, 2])
+    folder, _ = _run(_quick(deployment), grid, "a", method={"name": "fedavg"}, rounds=2)
+    assert cli.run(["export", str(folder.path), str(tmp_path / "model")]) == 0
+    card = (tmp_path / "model/README.md").read_text()
+    assert "| accuracy | round 1 |\n" in card and "accuracy, round 1 |\n" in card
+    assert "The model of round 2, which this folder holds, was not evaluated." in card
+
+
+def test_a_lost_state_ends_a_run_whose_sums_need_all_sites(tmp_path: Path, federated: Federated) -> None:
+    """Without it the site would be left out, and no sum could be made without it."""
+    deployment, sites = _deployed(tmp_path, federated)
+    deployment, method = _quick(deployment), {"name": "coverage+fedrod"}
+    with pytest.raises(TooFewClients):
+        _run(deployment, Away(deployment, sites, "train", "keys", range(1, 100)), "a", method=method)
+    shutil.rmtree(deployment.site(SITES[0]) / "states")
+    sites = [DeployedSite(SiteFolder(deployment.site(name)), federated.data(name)) for name in SITES]
+    with pytest.raises(TooFewClients, match=rf"^site '{SITES[0]}' lost the state .* all 3 sites; start a new run$"):
+        _run(deployment, FakeGrid(deployment, sites), "a", method=method)
 
 
 @pytest.mark.parametrize("name", ["lda", "fednh", "redgrape"])

@@ -410,7 +410,7 @@ def test_the_card_of_a_model_without_a_federation(tmp_path: Path, where: dict[st
     assert text.count(words) == 3  # what it is, its data, its privacy
     assert "clients in each: all" in text and "from none" not in text
     assert "ederated" not in text and "partition" not in text
-    assert "| accuracy | round 1 |\n" in text and "accuracy in round 1 |\n" in text  # no mean of a single round
+    assert "| accuracy | round 1 |\n" in text and "accuracy, round 1 |\n" in text  # no mean of a single round
     assert "several rounds" not in text
 
 

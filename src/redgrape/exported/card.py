@@ -117,12 +117,9 @@ def _use(card: Mapping[str, Any]) -> str:
 
 
 def _results(run: Mapping[str, Any], class_names: Sequence[str]) -> str:
-    last, mean = run["last"], run["mean_of_last"]
-    if last is None and all(figure is None for figure in (mean or {}).values()):
+    columns = _shown(run, run["last"], run["mean_of_last"])
+    if not columns:
         return f"The model of round {run['round']} was not evaluated."
-    columns = {_round(run): last}
-    if averaged := _averaged(run):
-        columns[f"mean of the last {averaged} evaluations"] = mean
     counts, names = run["test_counts"], [plain(name) for name in class_names]
     over = judged.over_classes(counts)
     rows = [
@@ -135,11 +132,13 @@ def _results(run: Mapping[str, Any], class_names: Sequence[str]) -> str:
     in_bfloat16 = "for these figures the encoder multiplied in bfloat16; the model computes in float32, and may differ"
     listed = [*judged.notes(names, counts, run["class_counts"]), *([in_bfloat16] if run.get("bfloat16") else [])]
     few = "".join(f"Note: {note}.\n\n" for note in listed)
-    of_several = (
-        f" This folder holds the model of round {run['round']}; the mean is over the models of several rounds."
-        if averaged
-        else ""
-    )
+    of_several = ""
+    if run["last"] is None:
+        of_several = f" The model of round {run['round']}, which this folder holds, was not evaluated."
+    elif len(columns) > 1:
+        of_several = (
+            f" This folder holds the model of round {run['round']}; the mean is over the models of several rounds."
+        )
     return f"{_tested_on(run)}\n\n{table(['accuracy', *columns], rows)}\n\n{few}{_head_and_tail(run)}{of_several}"
 
 
@@ -147,9 +146,15 @@ def _round(run: Mapping[str, Any]) -> str:
     return f"round {run['round']}{', the best by validation' if run.get('best_round') else ''}"
 
 
-def _averaged(run: Mapping[str, Any]) -> int:
-    """The number of evaluations in the means of the run. 0 if there is no mean over several."""
-    return len(rounds) if len(rounds := run["averaged_rounds"] or []) > 1 else 0
+def _shown(run: Mapping[str, Any], last: Any, mean: Any) -> dict[str, Any]:
+    """What is known of accuracy, by its title: of the model's own round, and the mean if it is over other rounds."""
+    rounds = run["averaged_rounds"] or []
+    shown = {} if run["last"] is None else {_round(run): last}
+    if len(rounds) > 1:
+        shown[f"mean of rounds {rounds[0]} to {rounds[-1]}"] = mean
+    elif rounds and not shown:
+        shown[f"round {rounds[0]}"] = mean
+    return shown
 
 
 def _tested_on(run: Mapping[str, Any]) -> str:
@@ -180,9 +185,8 @@ def _head_and_tail(run: Mapping[str, Any]) -> str:
 def _classes(card: Mapping[str, Any]) -> str:
     run = card["run"]
     group = {c: name for name in ("head", "middle", "tail") for c in run["groups"][name]}
-    accuracies = {f"accuracy in {_round(run)}": (run["last"] or {}).get("per_class")}
-    if _averaged(run):
-        accuracies["mean of the last"] = run["per_class_mean_of_last"]
+    shown = _shown(run, (run["last"] or {}).get("per_class"), run["per_class_mean_of_last"])
+    accuracies = {f"accuracy, {title}": values for title, values in shown.items()}
     rows = [
         [
             plain(name),

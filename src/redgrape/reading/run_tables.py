@@ -102,11 +102,11 @@ def notes(results: Sequence[Result]) -> list[str]:
         few += judged.taken(names, environment.get("validation_counts"), environment.get("class_counts"))
     over = judged.over_classes(counts(results))
     runs = [run for result in results for run in result.runs]
-    late = [note for run in runs if (note := _last_evaluated(run))]
+    late = [note for run in runs if (note := last_evaluated(run))]
     return [*few, *([f"{TITLES['balanced']} is over {over}"] if over else []), *late, *gap.notes(results)]
 
 
-def _last_evaluated(run: RunView) -> str:
+def last_evaluated(run: RunView) -> str:
     """A note on a run whose last rounds could not be evaluated."""
     summary, name = _summary(run), terminal.printable(run.path.name)
     if summary.get("best_round") or summary["averaged_rounds"][-1:] == [run.rounds_done]:

@@ -44,11 +44,11 @@ def check_model(state: RunState, model: Tensors, folder: RunFolder) -> None:
 
 
 def summarize(
-    folder: RunFolder, experiment: Experiment, state: RunState, confusion: Any, averaged: int
+    folder: RunFolder, experiment: Experiment, state: RunState, mistakes: Mapping[str, Any], averaged: int
 ) -> dict[str, Any]:
-    """The result of a run: means over the last evaluations, and details on the mistakes of the final model. A finished
-    run keeps the number that it `averaged`: earlier versions took up to ten of any run. If the model of the best round
-    is kept, its evaluation is the result. Figures are None if no round could be evaluated."""
+    """The result of a run: means over the last evaluations, and the `mistakes` of the final model (empty if it was not
+    evaluated). A finished run keeps the number that it `averaged`: earlier versions took up to ten of any run. If the
+    model of the best round is kept, its evaluation is the result. Figures are None if no round could be evaluated."""
     evaluated = [record for record in folder.metrics() if "test" in record][-averaged:]
     best = folder.best_round
     if best:
@@ -69,7 +69,7 @@ def summarize(
         "validation": _means([record["validation"] for record in evaluated if "validation" in record]) or None,
         "per_class": [mean_of_known(values) for values in zip(*per_class, strict=True)],
         "last": tests[-1] if tests else None,
-        "confusion": confusion,
+        **mistakes,
         "classifier_norms": classifier_norms(state.server),
     }
 

@@ -315,8 +315,7 @@ class RunFolder:
         described = read_toml(self.path / "experiment.toml")  # not parsed: a later redgrape may know more keys
         if isinstance(manifest, dict) and isinstance(version := manifest.get("format"), int) and version != FORMAT:
             raise StorageError(
-                f"'{path}' has format {version}, and this redgrape reads {FORMAT}; finish the run with the redgrape "
-                "that began it"
+                f"'{path}' has format {version}, and this redgrape reads {FORMAT}; use the redgrape that wrote it"
             )
         try:
             digests = [manifest["metrics"], *manifest["files"].values()]

@@ -102,7 +102,7 @@ class Run:
                 self._find_best()
             known = self._known_confusion(state) if before is not None else None
             if known is not None:
-                confusion = known["confusion"]
+                mistakes = {"confusion": known["confusion"]}
                 self._put_in_order(state)
             else:
                 prepared = self.venue.prepare(self.experiment, before)
@@ -144,10 +144,10 @@ class Run:
                         self.notes.append(f"stopped after round {state.round}: validation was best in round {best}")
                     kept = self._kept(state)
                     scores = training.engine.evaluate(kept.server["model"], "test")
-                    confusion = None if scores is None else scores.confusion_cells()
+                    mistakes = {} if scores is None else {"confusion": scores.confusion_cells()}
             assert state is not None
             averaged = len((known or {}).get("averaged_rounds", [])) or window(state.round)
-            summary = summarize(self.folder, self.experiment, self._kept(state), confusion, averaged)
+            summary = summarize(self.folder, self.experiment, self._kept(state), mistakes, averaged)
             if state.round < self.experiment.rounds:
                 summary["stopped_after"] = state.round
             self.folder.write_summary(summary)
@@ -292,15 +292,14 @@ class Run:
             return None
 
     def _known_confusion(self, state: RunState | None) -> dict[str, Any] | None:
-        """The summary with the confusion matrix of the final model, if the run is finished. Only the summary stores it:
-        in every line, it would bloat the metrics."""
+        """The summary with the confusion matrix of the final model, if the run is finished and the model evaluated. The
+        metrics have no such matrix: a line a round would bloat them."""
         is_finished = state is not None and (state.round == self.experiment.rounds or self._has_stopped())
         if state is None or not is_finished or not self._has_partition():
             return None
         try:
             summary, kept = self.folder.summary() or {}, digest_of_state(self._kept(state))
-            is_known = "confusion" in summary and "test" in self.folder.metrics()[-1]
-            return summary if is_known and summary.get("state") == kept else None
+            return summary if "confusion" in summary and summary.get("state") == kept else None
         except (StorageError, AttributeError):
             self.notes.append("summary.json is damaged and is written again")
             return None

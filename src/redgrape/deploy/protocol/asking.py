@@ -95,9 +95,8 @@ class Sites:
         try:
             return self.sum(letters, fewest)
         except SumFailed as failure:
-            why = "".join(f"; site '{self._members.name(k)}': {reason}" for k, reason in failure.lost.items())
             kind = next(iter(letters.values()))[0].kind
-            raise TooFewClients(f"the sites' answers to '{kind}' gave no sum: {failure}{why}") from failure
+            raise TooFewClients(f"the sites' answers to '{kind}' gave no sum: {failure}") from failure
 
     def sum(self, letters: Mapping[ClientId, Letter], fewest: int, *, waits: bool = True) -> Summed:
         """The secure sum of the sites' answers to these questions. If too few sites are there to begin, it `waits` for
@@ -128,7 +127,7 @@ class Sites:
         while True:
             name, refused = secrets.token_hex(8), set[ClientId]()
             try:
-                return secure_sum(list(letters), ask, fewest)
+                return secure_sum({k: f"site '{self._members.name(k)}'" for k in letters}, ask, fewest)
             except NotBegun:
                 if time.monotonic() >= ends or len(letters) - len(refused) < max(FEWEST_IN_SUM, fewest):
                     raise

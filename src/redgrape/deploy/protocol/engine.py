@@ -4,7 +4,7 @@ or in secure sums. A client's state lies at its site. The server keeps only its 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -33,9 +33,6 @@ from redgrape.runs.experiment import Experiment
 from redgrape.runs.folder import KEPT
 from redgrape.tree import Tensors, Tree
 
-if TYPE_CHECKING:
-    from redgrape.deploy.protocol.secure_sum import SumFailed
-
 
 class FlowerEngine(Engine):
     """`task`: the fields that all questions of the run have."""
@@ -53,13 +50,14 @@ class FlowerEngine(Engine):
         self._half, self._sites, self._members, self._options, self._say = half, sites, members, options, say
         self._task = dict(task)
         self._reach = KEPT * experiment.checkpoint_every + 1  # rounds that a resume may go back
-        self._rounds, self._is_last = experiment.rounds, True  # also of a run that was trained before
+        self._round = self._rounds = experiment.rounds  # the last, also of a run that was trained before
+        self._waits = True
         self._is_whole = options.secure_aggregation and sums_must_be_whole(experiment, options)
 
     def run_clients(
         self, broadcast: Tree, clients: Sequence[ClientId], states: Mapping[ClientId, Tree], round: int
     ) -> Iterator[tuple[ClientId | None, Answer | SumOfAnswers | Lost]]:
-        self._is_last = round == self._rounds
+        self._round = round
         parts = {TrainQuestion.carries: tree.to_bytes(broadcast)}
         letters: dict[ClientId, Letter] = {}
         for k in clients:
@@ -85,11 +83,17 @@ class FlowerEngine(Engine):
         """The sum of the clients' updates, and the clients that are not in it."""
         from redgrape.deploy.protocol.secure_sum import SumFailed
 
+        everyone = len(self._options.sites)
+        if self._is_whole and len(letters) < everyone:
+            gone = " and ".join(f"site '{self._members.name(k)}'" for k in range(everyone) if k not in letters)
+            raise TooFewClients(
+                f"{gone} lost the state of this run, and its sums must be over all {everyone} sites; start a new run"
+            )
         try:
-            summed = self._sites.sum(letters, len(letters) if self._is_whole else self._sites.fewest)
+            summed = self._sites.sum(letters, everyone if self._is_whole else self._sites.fewest)
         except SumFailed as failure:
             for k in letters:
-                yield k, Lost(f"there is no sum: {_in_words(failure)}")
+                yield k, Lost(f"there is no sum: {failure}")
             return
         except StatesLost as failure:
             yield from failure.lost.items()
@@ -128,16 +132,19 @@ class FlowerEngine(Engine):
 
     def _evaluated_by_all(self, letters: Mapping[ClientId, Letter]) -> Scores | None:
         """From a sum over all sites, else None: two sums that differ by one site give its test examples. A missing site
-        is waited for in the last round only."""
+        is waited for after the last round only, and once."""
         from redgrape.deploy.protocol.secure_sum import SumFailed
 
+        waits = self._waits and self._round == self._rounds
         try:
-            total = self._sites.sum(letters, len(letters), waits=self._is_last).total
+            total = self._sites.sum(letters, len(letters), waits=waits).total
             return evaluation.of_shared([self._checked_sums(total)])
         except SumFailed as failure:
-            self._say(f"the model is not evaluated, since not all sites did: {_in_words(failure)}")
+            self._waits = self._waits and not waits
+            reason = f"not all sites did: {failure}"
         except UpdateRejected as error:
-            self._say(f"the model is not evaluated, since the sum of the sites' evaluations was rejected: {error}")
+            reason = f"the sum of the sites' evaluations was rejected: {error}"
+        self._say(f"the model of round {self._round} is not evaluated, since {reason}")
         return None
 
     def _checked_sums(self, sent: Tree, tests: int | None = None) -> Tree:
@@ -164,10 +171,6 @@ class FlowerEngine(Engine):
 
     def close(self) -> None:
         pass
-
-
-def _in_words(failure: SumFailed) -> str:
-    return "; ".join([str(failure), *failure.lost.values()])
 
 
 def _as_answer(reply: Reply[TrainAnswer], asked: int) -> Answer | Lost:

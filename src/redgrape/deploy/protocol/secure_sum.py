@@ -168,8 +168,7 @@ class SumFailed(Exception):
     """There is no sum, and nothing was unmasked unless the message says so. `lost`: why single sites failed."""
 
     def __init__(self, reason: str, lost: Mapping[ClientId, str]) -> None:
-        super().__init__(reason)
-        self.lost = dict(lost)
+        super().__init__("; ".join([reason, *lost.values()]))
 
 
 class NotBegun(SumFailed):
@@ -183,19 +182,20 @@ class _Masked:
     arrays: list[Numbers]
 
 
-def secure_sum(sites: Sequence[ClientId], ask: Ask, fewest: int) -> Summed:
-    """The sum of what these sites add. `ask` sends a stage's question to sites, waits until its deadline, and in the
-    stage `masked` includes what they must compute. `fewest`: a sum over fewer sites is not unmasked."""
-    return _Sum(ask, fewest).over(sites)
+def secure_sum(sites: Mapping[ClientId, str], ask: Ask, fewest: int) -> Summed:
+    """The sum of what these sites add, with their names. `ask` sends a stage's question to sites, waits until its
+    deadline, and in the stage `masked` includes what they must compute. `fewest`: a sum over fewer sites is not
+    unmasked."""
+    return _Sum(sites, ask, fewest).total()
 
 
 class _Sum:
-    def __init__(self, ask: Ask, fewest: int) -> None:
-        self._ask, self._fewest = ask, fewest
+    def __init__(self, sites: Mapping[ClientId, str], ask: Ask, fewest: int) -> None:
+        self._sites, self._ask, self._fewest = sites, ask, fewest
         self._lost: dict[ClientId, str] = {}
 
-    def over(self, sites: Sequence[ClientId]) -> Summed:
-        keys = self._stage(Stage("keys"), {k: {} for k in sites}, _read_keys)
+    def total(self) -> Summed:
+        keys = self._stage(Stage("keys"), {k: {} for k in self._sites}, _read_keys)
         self._require(len(keys), max(FEWEST_IN_SUM, self._fewest), "gave their keys", NotBegun)
         enough = threshold(len(keys))
         least = max(enough, self._fewest)
@@ -235,7 +235,8 @@ class _Sum:
             try:
                 found[k] = read(k, reply)
             except (KeyError, TypeError, ValueError, EOFError) as error:
-                self._lost[k] = f"its answer '{stage.name}' in a secure sum cannot be read: {str(error)[:200]}"
+                why = str(error)[:200]
+                self._lost[k] = f"{self._sites[k]}: its answer '{stage.name}' in a secure sum cannot be read: {why}"
         return dict(sorted(found.items()))
 
     def _require(self, number: int, least: int, what: str, kind: type[SumFailed] = SumFailed) -> None:
@@ -250,7 +251,7 @@ class _Sum:
         common, _ = layouts.most_common(1)[0]
         for k, m in masked.items():
             if str(m.layout) != common:
-                self._lost[k] = "its tensors have other names or shapes than those of the other sites"
+                self._lost[k] = f"{self._sites[k]}: its tensors have other names or shapes than those of the others"
         return {k: m for k, m in masked.items() if str(m.layout) == common}
 
 

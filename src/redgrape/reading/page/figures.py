@@ -33,7 +33,7 @@ from redgrape.reading import judged
 from redgrape.reading.gap import baseline
 from redgrape.reading.gap import notes as gap_notes
 from redgrape.reading.page.reading import Reading
-from redgrape.reading.run_tables import Result, by_seed, cell
+from redgrape.reading.run_tables import Result, by_seed, cell, last_evaluated
 from redgrape.reading.run_view import EXTRA_DATA, flat, machines, other_data, run_label, started
 from redgrape.reading.terminal import printable
 from redgrape.runs.figures import FIGURES, unpacked, window
@@ -325,12 +325,13 @@ def _methods(keys: Sequence[str], readings: Mapping[str, Reading], runs: Mapping
 
 
 def _on_methods(methods: Sequence[Mapping[str, Any]], readings: Mapping[str, Reading]) -> list[str]:
-    """What federating gains, once runs of clients alone or of pooled data are finished. And whether all runs were made
-    alike."""
+    """What federating gains, once runs of clients alone or of pooled data are finished; what was not evaluated; and
+    whether all runs were made alike."""
     views = {method["label"]: [readings[key].view for key in method["runs"]] for method in methods}
     finished = [Result(label, of_method) for label, of_method in views.items() if all(v.summary for v in of_method)]
     named = [(f"{label}, seed {v.experiment['seed']}", v) for label, of_method in views.items() for v in of_method]
-    return [printable(note) for note in [*gap_notes(finished), *machines(named)]]
+    late = [note for _, v in named if v.summary and (note := last_evaluated(v))]
+    return [printable(note) for note in [*gap_notes(finished), *late, *machines(named)]]
 
 
 def _distinct(titles: Sequence[str], values: Sequence[Mapping[str, Any]]) -> list[str]:

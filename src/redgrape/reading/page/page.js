@@ -709,10 +709,10 @@ function suiteCard(suite) {
 
 function resultsCard() {
   const methods = setting().methods, runs = methods.flatMap(runsOf), figures = Object.keys(FIGURES);
-  const averaged = [...new Set(runs.map((run) => run.averaged))];
+  const averaged = [...new Set(runs.map((run) => run.averaged).filter(Boolean))];
   const seeds = methods.map((method) => figuresOf(method, "accuracy").length);
   const ofBest = runs.every((run) => run.is_best);
-  const last = averaged.length > 1 ? "evaluated rounds" : averaged[0] === 1 ? "round" : `${averaged[0]} evaluated rounds`;
+  const last = averaged.length !== 1 ? "evaluated rounds" : averaged[0] === 1 ? "round" : `${averaged[0]} evaluated rounds`;
   const over = largest(seeds) > 1 ? ", mean ± standard deviation over seeds" : "";
   const words = [
     `Accuracy on the test set, ${ofBest ? "of the best round by validation" : `mean of the last ${last}`}${over}.`,
