@@ -274,7 +274,7 @@ def test_another_format_is_refused(saved: RunFolder, version: int) -> None:
     for round in (1, 2):
         path = checkpoint(saved, round) / "manifest.json"
         path.write_text(json.dumps({**json.loads(path.read_bytes()), "format": version}))
-    with pytest.raises(StorageError, match=f"has format {version}, and this redgrape reads {FORMAT}; finish the run"):
+    with pytest.raises(StorageError, match=f"has format {version}, and this redgrape reads {FORMAT}; use the"):
         saved.latest()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -54,6 +55,7 @@ class StateLost(Lost):
 class Engine(Protocol):
     """Runs the client half of a method and evaluates models in the same place."""
 
+    @abstractmethod
     def run_clients(
         self, broadcast: Tree, clients: Sequence[ClientId], states: Mapping[ClientId, Tree], round: int
     ) -> Iterator[tuple[ClientId | None, Answer | SumOfAnswers | Lost]]:
@@ -63,14 +65,17 @@ class Engine(Protocol):
         in memory at once."""
         ...
 
+    @abstractmethod
     def survey(self, clients: Sequence[ClientId]) -> Iterator[tuple[ClientId | None, Tree]]:
         """These clients' answers to Method.survey, in order of their ids; or only their sum, with None as client."""
         ...
 
+    @abstractmethod
     def evaluate(self, model: Tensors, split: Split) -> Scores | None:
         """The model's scores; None if it cannot be evaluated now."""
         ...
 
+    @abstractmethod
     def close(self) -> None: ...
 
     def __enter__(self) -> Self:
