@@ -48,10 +48,10 @@ class CLIMB(FedAvg):
         "released": {"clip_norm": 1.0},
     }
     fidelity: ClassVar[str] = (
-        "from the authors' code read at second hand and RedGrape's appendix; the defaults are RedGrape's values for "
-        "MNIST, while the authors' code has eps 1 and a dual step of 1/N every five rounds; eta_D is not divided by "
-        "N, as RedGrape's values are tuned; weights below zero are cut off; clients are also weighted by their "
-        "examples"
+        "from the authors' code (shenzebang/Federated-Learning-Pytorch at c841a4d) and RedGrape's appendix; the "
+        "defaults are RedGrape's values for MNIST, while the authors' code has eps 1 and a dual step of 1/N every "
+        "five rounds; eta_D is not divided by N, as RedGrape's values are tuned; weights below zero are cut off, and "
+        "the weights of a round add up to one; clients are also weighted by their examples"
     )
 
     def parts(self, model: Tensors, site: Site) -> Parts:

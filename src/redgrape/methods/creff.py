@@ -65,8 +65,8 @@ class CReFF(FedAvg):
         },
     }
     fidelity: ClassVar[str] = (
-        "from the authors' code read at second hand; its DSA augmentation of the gradient draws is not here: they get "
-        "the run's own augmentation"
+        "from the authors' code (shangxinyi/CReFF-FL at fbec98f); its DSA augmentation of the gradient draws is not "
+        "here: they get the run's own augmentation"
     )
 
     cheap: ClassVar = {"retrain_epochs": 2, "match_steps": 2, "features_per_class": 3}

@@ -46,8 +46,9 @@ class RatioLoss(FedAvg):
     uses_auxiliary: ClassVar[bool] = True
     cheap: ClassVar = {"auxiliary_epochs": 1}
     fidelity: ClassVar[str] = (
-        "from the authors' code read at second hand, with which the paper's own text was not compared; the monitor "
-        "that estimates class counts is not part of the loss and not here"
+        "from the authors' code (balanced-fl/Addressing-Class-Imbalance-FL at cd0e996); the paper's own text was not "
+        "compared; an entry that no class raises counts for none, where the code gives it to a class that alone "
+        "leaves it as it is; the monitor that estimates class counts is not part of the loss and not here"
     )
 
     def init_server(self, model: Tensors, site: ServerSite) -> Tree:

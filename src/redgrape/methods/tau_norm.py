@@ -33,8 +33,8 @@ class TauNorm(FedAvg):
     presets: ClassVar = {"paper": {}, "post_hoc": {}}
     ingredient: ClassVar[str] = "head"
     fidelity: ClassVar[str] = (
-        "from the authors' code read at second hand, which drops the bias; the paper chooses tau by validation data, "
-        "here it is fixed beforehand"
+        "from the authors' code (facebookresearch/classifier-balancing at f162ade), which drops the bias; the paper "
+        "chooses tau by validation data, here it is fixed beforehand"
     )
 
     def init_server(self, model: Tensors, site: ServerSite) -> Tree:
