@@ -226,7 +226,7 @@ class Local:
         return RunFolder.open(self.path / "runs" / name)
 
     def server_state(self, name: str) -> Any:
-        state, _ = self.folder(name).latest()
+        state, _ = self.folder(name).checkpoints.latest()
         assert state is not None
         return state.server
 
@@ -260,7 +260,7 @@ class Local:
 
 def sent_by_sites(deployment: Path, folder: RunFolder, group: str = "sent") -> dict[str, torch.Tensor]:
     """The sum over the sites of a group of their states: those that the server counts on."""
-    state, _ = folder.latest()
+    state, _ = folder.checkpoints.latest()
     assert state is not None
     total: dict[str, torch.Tensor] = {}
     for k, named in state.clients.items():

@@ -124,7 +124,7 @@ def test_own_code_runs_at_sites_that_allow_it_by_its_hash(
     assert found["allowed"].how == "good" and "1 files of code" in found["allowed"].words
     grid = at(deployment, federated)
     folder, said = _run(deployment, grid, "allowed", **own)
-    state, _ = folder.latest()
+    state, _ = folder.checkpoints.latest()
     assert state is not None and tree.equal(state.server, locally(folder.experiment(), federated))
     assert folder.environment()["files"] == {"mine.py": digest}
     assert [kind for _, kind in grid.kinds[:6]] == ["join"] * 3 + ["prepare"] * 3
@@ -229,7 +229,7 @@ def test_a_frozen_encoder_stays_at_the_sites_and_only_the_head_travels(tmp_path:
     deployment = of_photos(tmp_path / "deployment", photos)
     grid = at(deployment, photos)
     folder, _ = _run(deployment, grid, "a", rounds=2, net=NET, method={"name": "fedavg", "batch_size": 4})
-    state, _ = folder.latest()
+    state, _ = folder.checkpoints.latest()
     assert state is not None and state.server["model"]["classifier.weight"].shape == (len(CLASSES), 1280)
     experiment = folder.experiment()
     assert tree.equal(state.server, locally(experiment, photos.local(experiment.net, tmp_path / "local")))
@@ -248,7 +248,7 @@ def test_corrected_lda_by_one_secure_sum_in_one_round(tmp_path: Path, photos: Ph
     folder, _ = _run(deployment, grid, "fit", rounds=1, net=NET, method={"name": "lda"})
     assert {kind for _, kind in grid.kinds} == {"join", "prepare", "sum"}
     assert len([kind for _, kind in grid.kinds if kind == "sum"]) == 4 * len(SITES)  # the stages of one sum
-    state, _ = folder.latest()
+    state, _ = folder.checkpoints.latest()
     assert state is not None
     experiment = folder.experiment()
     local = locally(experiment, photos.local(experiment.net, tmp_path / "local"))
@@ -309,7 +309,7 @@ def test_an_encoder_that_clients_train_travels_as_a_whole(tmp_path: Path, photos
     deployment = of_photos(tmp_path / "deployment", photos)
     net, method = {**NET, "frozen": False}, {"name": "fedavg", "batch_size": 4, "lr": 0.001}
     folder, _ = _run(deployment, at(deployment, photos), "a", rounds=1, net=net, method=method)
-    state, _ = folder.latest()
+    state, _ = folder.checkpoints.latest()
     assert state is not None
     pixels = Pixels(*pretrained.normalisation(pretrained.LITE0, 3))
     clients = [replace(Examples(*photos.sets[name]), pixels=pixels) for name in (*SITES, "test")]
@@ -400,7 +400,7 @@ def test_tables_are_scaled_by_sums_over_the_sites(tmp_path: Path, tables: Tables
     columns = Columns.model_validate(folder.environment()["input"]["table"])
     found = {column.name: (column.mean, column.std) for column in columns.columns if column.categories is None}
     assert found == tables.scaling()
-    state, _ = folder.latest()
+    state, _ = folder.checkpoints.latest()
     assert state is not None
     theirs = locally(folder.experiment(), tables.local(columns))
     if secure:
@@ -439,7 +439,7 @@ def test_a_run_of_tables_goes_on_with_its_columns(tmp_path: Path, tables: Tables
     again = at(deployment, tables)
     cut, _ = _run(deployment, again, "cut", method={"name": "fedavg"})
     assert "columns" not in {kind for _, kind in again.kinds}
-    states = [folder.latest()[0] for folder in (whole, cut)]
+    states = [folder.checkpoints.latest()[0] for folder in (whole, cut)]
     assert states[0] is not None and states[1] is not None and tree.equal(states[0].server, states[1].server)
     assert set(cut.environment()["joined"]) == set(SITES)
 

@@ -624,7 +624,7 @@ def test_the_engine_gives_the_bits_of_the_local_one(
     if method == "logit_adjustment":
         chosen |= {"prior": "global"}
     folder, _ = _run(deployment, FakeGrid(deployment, sites), "a", method=chosen)
-    state, _ = folder.latest()
+    state, _ = folder.checkpoints.latest()
     assert state is not None
     assert tree.equal(state.server, locally(folder.experiment(), federated))
     assert not (folder.path / "partition.safetensors").exists()
@@ -875,7 +875,7 @@ def test_a_node_for_which_flower_has_an_error_is_asked_again(
     assert not any("refused" in words for words in said)
     for name in SITES:
         assert f"site '{name}' failed: Message Unavailable (code 0); asking it again who it is" in said
-    state, _ = folder.latest()
+    state, _ = folder.checkpoints.latest()
     assert state is not None
     assert tree.equal(state.server, locally(folder.experiment(), federated))
 

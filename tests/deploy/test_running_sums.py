@@ -126,7 +126,7 @@ def _until_done(deployment: Deployment, grid: Faulty) -> tuple[RunFolder, list[s
 
 def _difference(deployment: Deployment, folder: RunFolder) -> float:
     """How far G is from what the sites say that they have sent."""
-    state, _ = folder.latest()
+    state, _ = folder.checkpoints.latest()
     assert state is not None
     sent = sent_by_sites(deployment.path, folder)
     return max(float((state.server["G"][name] - total).abs().max()) for name, total in sent.items())
@@ -134,7 +134,7 @@ def _difference(deployment: Deployment, folder: RunFolder) -> float:
 
 def _assert_latest(deployment: Deployment, folder: RunFolder, grid: Faulty) -> None:
     """What a site says that it has sent is its M_k at the model of its last accepted round, computed here again."""
-    state, _ = folder.latest()
+    state, _ = folder.checkpoints.latest()
     assert state is not None
     for k, named in state.clients.items():
         round, key = int(named["round"]), int(named["key"])
@@ -218,7 +218,7 @@ def test_scaffold_starts_anew_too(deployment: Deployment, federated: Federated) 
     grid = Faulty(deployment, federated, fault)
     folder, _ = _attempt(deployment, grid, rounds=4, method={"name": "scaffold", "batch_size": 8})
     assert sum("states_lost" in record for record in folder.metrics()) == 1
-    state, _ = folder.latest()
+    state, _ = folder.checkpoints.latest()
     assert state is not None and set(state.clients) == {0, 1, 2}
     sent = sent_by_sites(deployment.path, folder, "c_i")
     for name, c in state.server["c"].items():

@@ -345,7 +345,7 @@ def test_the_engine_gives_the_local_one_s_numbers_to_the_bound(tmp_path: Path, f
     exchange = chosen.pop("exchange", {})
     method = {"name": name.split()[0], "batch_size": 8, **chosen}
     folder, _ = _run(deployment, grid, "a", method=method, exchange=exchange)
-    state, _ = folder.latest()
+    state, _ = folder.checkpoints.latest()
     assert state is not None
     ours, theirs = tree.flatten(state.server), tree.flatten(locally(folder.experiment(), federated))
     for key, t in theirs.items():
@@ -363,7 +363,7 @@ def test_noise_and_a_secure_sum_go_together(tmp_path: Path, federated: Federated
         exchange = {"clip": 0.05, "noise": noise}
         grid = FakeGrid(deployment, sites)
         folder, _ = _run(deployment, grid, name, rounds=1, method={"name": "fedavg"}, exchange=exchange)
-        state, _ = folder.latest()
+        state, _ = folder.checkpoints.latest()
         assert state is not None
         models.append(torch.cat([t.flatten() for t in state.server["model"].values()]))
     assert (models[1] - models[0]).std() == pytest.approx(0.5 * 0.05 / 3, rel=0.1)
@@ -668,7 +668,7 @@ def test_a_sum_that_cannot_be_stops_the_run_with_its_state_intact(
     with pytest.raises((Diverged, TooFewClients), match=f"sum over the clients of round 2 was rejected: .*{words}"):
         _run(deployment, FakeGrid(deployment, [*sites[:2], liar]), "a", method=method)
     folder = RunFolder.open(deployment.path / "runs/a")
-    assert folder.newest_round() == 1
+    assert folder.checkpoints.newest_round() == 1
     _run(deployment, FakeGrid(deployment, sites), "a", method=method)
     assert [record["answered"] for record in folder.metrics()] == [[0, 1, 2]] * 3
 
@@ -791,7 +791,7 @@ def test_a_state_of_a_site_is_named_by_its_round(tmp_path: Path, federated: Fede
     """SCAFFOLD's control variates stay at the sites; the server keeps which round they are of."""
     deployment, sites = _deployed(tmp_path, federated)
     folder, _ = _run(_quick(deployment), Leaving(deployment, sites, 101, "masked"), "a")
-    state, _ = folder.latest()
+    state, _ = folder.checkpoints.latest()
     assert state is not None
     assert {k: int(s["round"]) for k, s in state.clients.items()} == {0: 3, 1: 3, 2: 3}
     assert RUN not in [path.name for path in (deployment.site("north") / "states").iterdir()]

@@ -99,7 +99,7 @@ def test_g_is_the_sum_of_the_sites_after_kills(deployment: Local, tally: Callabl
     records = deployment.metrics("killed")
     assert [record["round"] for record in records if "states_lost" in record] == [anew]
     assert "all sites' states started anew, because site 'south' had lost its own" in run.text()
-    state, _ = deployment.folder("killed").latest()
+    state, _ = deployment.folder("killed").checkpoints.latest()
     assert state is not None and set(state.clients) == {0, 1, 2}
     assert _difference(deployment, "killed") <= _bound(records)
     tally("G is the sum of the sites' states after kills and a lost state", 1, 1)

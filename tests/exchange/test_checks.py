@@ -761,7 +761,7 @@ def test_a_run_says_whom_it_lost(tmp_path: Path, tiny: Callable[..., dict[str, A
     with pytest.raises(TooFewClients, match=r"^2 of 3 clients gave an accepted answer in round 1, and 3 are needed"):
         folder = RunFolder.create(tmp_path / "strict", Experiment.parse({**values, "min_answers": 3}))
         list(Run(folder, workers=2).steps())
-    assert folder.latest()[0] is None
+    assert folder.checkpoints.latest()[0] is None
 
 
 REFUSED = '''

@@ -135,7 +135,7 @@ def test_summary_tells_what_was_taken_for_what(runs: Path) -> None:
 def test_summary_tells_the_classifiers_norms(runs: Path) -> None:
     for name, others in (("fedavg", set()), ("redgrape", {"W_hat"})):
         run = runs / f"{name}-seed0"
-        state, _ = RunFolder.open(run).latest()
+        state, _ = RunFolder.open(run).checkpoints.latest()
         assert state is not None
         norms = json.loads((run / "summary.json").read_bytes())["classifier_norms"]
         assert set(norms) == {"model", *others}

@@ -40,7 +40,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def state(run: Path) -> Any:
-    found, _ = RunFolder.open(run).latest()
+    found, _ = RunFolder.open(run).checkpoints.latest()
     assert found is not None
     return found
 
@@ -80,7 +80,7 @@ def test_a_run_that_keeps_its_best_round_or_stopped_early_is_a_start(place: Path
     assert best < state(folder.path).round < 9
     assert command(["adjust", str(folder.path), "ncm", "--workers", "1", "--quiet", "--out", str(after)]) == 0
     encoder, last = state(after).server["model"], state(folder.path).server["model"]
-    kept = folder.state_after(best).server["model"]
+    kept = folder.checkpoints.after(best).server["model"]
     assert all(torch.equal(t, encoder[name]) for name, t in kept.items() if name.startswith("encoder."))
     assert not all(torch.equal(t, encoder[name]) for name, t in last.items() if name.startswith("encoder."))
 

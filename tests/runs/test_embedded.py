@@ -119,7 +119,7 @@ def test_a_frozen_run_and_its_model(place: Path, tmp_path: Path, head: str, form
     if format == "onnx":
         pytest.importorskip("onnxscript")
     run = carried_out(place, tmp_path / "run", head=head)
-    state, _ = run.latest()
+    state, _ = run.checkpoints.latest()
     assert state is not None
     model = state.server["model"]
     assert model["classifier.weight"].shape[1] == (1280 if head == "linear" else 64)
@@ -199,7 +199,7 @@ def test_an_unfrozen_run_starts_from_the_weights_and_moves_them(place: Path, tmp
     run = RunFolder.create(tmp_path / "run", Experiment.parse(values))
     for _ in Run(run, workers=1, data_root=place).steps():
         pass
-    state, _ = run.latest()
+    state, _ = run.checkpoints.latest()
     assert state is not None
     stored = safetensors.torch.load_file(place / "encoder.safetensors")
     moved = state.server["model"]["encoder.0.1.1.weight"] - stored["1.weight"]

@@ -30,9 +30,10 @@ from redgrape.engines import in_process
 from redgrape.errors import RedgrapeError, StorageError
 from redgrape.reading.run_view import RunView
 from redgrape.runs import checksums, durable
+from redgrape.runs.checkpoints import FORMAT
 from redgrape.runs.environment import MACHINE
 from redgrape.runs.experiment import Experiment
-from redgrape.runs.folder import FORMAT, RunFolder
+from redgrape.runs.folder import RunFolder
 from redgrape.runs.run import Run
 
 Values = Callable[..., dict[str, Any]]

@@ -30,8 +30,9 @@ from redgrape.exchange import checks
 from redgrape.reading.run_view import RunView, find_runs
 from redgrape.rounds import InMemory, RunState
 from redgrape.runs import durable
+from redgrape.runs.checkpoints import FORMAT
 from redgrape.runs.experiment import Experiment
-from redgrape.runs.folder import FORMAT, RunFolder
+from redgrape.runs.folder import RunFolder
 from redgrape.runs.run import Run
 
 Values = Callable[..., dict[str, Any]]
@@ -83,7 +84,7 @@ def state_of(round: int) -> RunState:
 
 def on_disk(folder: RunFolder, state: RunState) -> RunState:
     """The state as a run in this folder would have it."""
-    return replace(state, clients=folder.states(13).updated(state.clients))
+    return replace(state, clients=folder.checkpoints.states(13).updated(state.clients))
 
 
 @pytest.fixture
@@ -101,14 +102,14 @@ def save(folder: RunFolder, round: int) -> None:
 
 
 def newest(folder: RunFolder) -> RunState:
-    state, _ = folder.latest()
+    state, _ = folder.checkpoints.latest()
     assert state is not None
     return state
 
 
 def check_passed_over(folder: RunFolder) -> None:
     """Round 2 is found damaged, named, and round 1 is given whole in its place."""
-    state, notes = folder.latest()
+    state, notes = folder.checkpoints.latest()
     assert state is not None
     assert state.round == 1
     assert tree.equal(state.server, state_of(1).server)
@@ -124,11 +125,11 @@ def checkpoint(folder: RunFolder, round: int = 2) -> Path:
 def test_a_checkpoint_gives_back_every_bit(tmp_path: Path, tiny: Values) -> None:
     """Server and client states of every dtype, nested, with NaN and -0.0, come back as they were."""
     folder = RunFolder.create(tmp_path / "run", Experiment.parse(tiny()))
-    assert folder.latest() == (None, [])
+    assert folder.checkpoints.latest() == (None, [])
     state = state_of(1)
     folder.append({"round": 1}, {})
     folder.save(on_disk(folder, state), folder.experiment())
-    back, notes = folder.latest()
+    back, notes = folder.checkpoints.latest()
     assert back is not None
     assert (back.round, notes) == (1, [])
     assert tree.equal(back.server, state.server)
@@ -159,7 +160,7 @@ def test_the_last_two_checkpoints_are_kept(saved: RunFolder) -> None:
     assert [p.name for p in sorted((saved.path / "checkpoints").iterdir())] == ["round-000003", "round-000004"]
     save(saved, 1_000_000)
     save(saved, 999_999)
-    assert newest(saved).round == saved.newest_round() == 1_000_000
+    assert newest(saved).round == saved.checkpoints.newest_round() == 1_000_000
 
 
 FILES = ["server.safetensors", "clients.safetensors", "manifest.json"]
@@ -189,7 +190,7 @@ def test_any_flipped_bit_of_a_manifest_is_detected(saved: RunFolder) -> None:
         damaged[place // 8] ^= 1 << place % 8
         path.write_bytes(damaged)
         with pytest.raises(StorageError):
-            saved._load(checkpoint(saved))
+            saved.checkpoints._load(checkpoint(saved))
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -264,7 +265,7 @@ def test_where_no_checkpoint_is_whole_the_run_is_refused(saved: RunFolder) -> No
         path = checkpoint(saved, round) / "server.safetensors"
         path.write_bytes(path.read_bytes()[::-1])
     with pytest.raises(StorageError, match=r"has no intact checkpoint: .*round-000002.* is damaged"):
-        saved.latest()
+        saved.checkpoints.latest()
     with pytest.raises(StorageError, match="no intact checkpoint"):
         next(Run(saved, workers=1).steps())
 
@@ -275,7 +276,7 @@ def test_another_format_is_refused(saved: RunFolder, version: int) -> None:
         path = checkpoint(saved, round) / "manifest.json"
         path.write_text(json.dumps({**json.loads(path.read_bytes()), "format": version}))
     with pytest.raises(StorageError, match=f"has format {version}, and this redgrape reads {FORMAT}; use the"):
-        saved.latest()
+        saved.checkpoints.latest()
 
 
 def test_stray_folders_are_no_checkpoints(saved: RunFolder) -> None:
@@ -289,16 +290,16 @@ def test_damaged_metrics_are_detected(saved: RunFolder) -> None:
     path = saved.path / "metrics.jsonl"
     first, second = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(first + second.replace(b"0.2", b"0.9"))
-    state, notes = saved.latest()
+    state, notes = saved.checkpoints.latest()
     assert state is not None
     assert state.round == 1
     assert "metrics.jsonl' is damaged" in notes[0]
     path.write_bytes(first.replace(b"0.1", b"0.9") + second)
     with pytest.raises(StorageError, match=r"metrics.jsonl' is damaged"):
-        saved.latest()
+        saved.checkpoints.latest()
     path.unlink()
     with pytest.raises(StorageError, match=r"cannot read .*metrics.jsonl"):
-        saved.latest()
+        saved.checkpoints.latest()
 
 
 def test_lines_that_no_checkpoint_covers_are_cut(saved: RunFolder) -> None:
@@ -340,7 +341,7 @@ def test_an_edited_experiment_is_detected(saved: RunFolder, old: str, new: str, 
         assert newest(saved).round == 2
     else:
         with pytest.raises(StorageError, match=r"belongs to another experiment than experiment.toml"):
-            saved.latest()
+            saved.checkpoints.latest()
 
 
 # Folders, the lock, disks
@@ -725,7 +726,7 @@ def test_a_run_that_diverges_keeps_its_last_good_round(
     with pytest.raises(Diverged, match="DIVERGED in round"):
         for _ in Run(folder, workers=1).steps():
             pass
-    state, _ = folder.latest()
+    state, _ = folder.checkpoints.latest()
     done = state.round if state else 0
     assert 1 <= len(folder.metrics()) == done < 9
     assert state is None or all(torch.isfinite(t).all() for t in tree.flatten(state.server).values())

@@ -111,7 +111,7 @@ def test_every_command_knows_them(
 
 def test_an_exported_own_net(code: Path, tmp_path: Path) -> None:
     run = rg.run(values(code), tmp_path / "run")
-    state, _ = run.latest()
+    state, _ = run.checkpoints.latest()
     assert state is not None
     model = state.server["model"]
     x = np.random.default_rng(1).normal(size=(5, 4)).astype(np.float32)

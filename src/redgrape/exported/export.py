@@ -151,7 +151,7 @@ def newest_state(folder: RunFolder, view: RunView) -> RunState:
     of the best if the experiment keeps it."""
     summary = view.summary or {}
     kept = summary.get("best_round")
-    state, wrong = (folder.state_after(kept), list[str]()) if kept else folder.latest()
+    state, wrong = (folder.checkpoints.after(kept), list[str]()) if kept else folder.checkpoints.latest()
     last = kept or summary.get("stopped_after", view.experiment["rounds"])
     if (view.summary or view.rounds_done == last) and (state is None or state.round < last):
         reason = "; ".join(wrong) or f"it has no checkpoint of round {last}"

@@ -5,12 +5,14 @@ Every step of a save calls `fault_point`, where a test can end the process. Test
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from redgrape.errors import ConfigError, RedgrapeError, StorageError
 
@@ -187,3 +189,16 @@ def sync_folder(path: Path) -> None:
             os.fsync(fd)
         finally:
             os.close(fd)
+
+
+def as_json(value: Any) -> bytes:
+    return json.dumps(value, indent=2).encode() + b"\n"
+
+
+def read_json(path: Path) -> Any:
+    with storage_errors("read", path):
+        data = path.read_bytes()
+    try:
+        return json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise StorageError(f"'{path}' is damaged: {error}") from error

@@ -27,7 +27,7 @@ def last_state(folder: RunFolder) -> RunState:
         )
     summary = folder.summary() or {}
     best = summary.get("best_round")  # if the experiment keeps its model
-    state = folder.state_after(best) if best else folder.latest()[0]
+    state = folder.checkpoints.after(best) if best else folder.checkpoints.latest()[0]
     if state is None or digest_of_state(state) != summary.get("state"):
         raise ConfigError(f"'{folder.path}' is not finished; finish it with `redgrape resume`, or name another run")
     return state
@@ -50,7 +50,7 @@ def summarize(
     evaluated). A finished run keeps the number that it `averaged`: earlier versions took up to ten of any run. If the
     model of the best round is kept, its evaluation is the result. Figures are None if no round could be evaluated."""
     evaluated = [record for record in folder.metrics() if "test" in record][-averaged:]
-    best = folder.best_round
+    best = folder.checkpoints.best_round
     if best:
         evaluated = [record for record in folder.metrics() if record["round"] == best]
     tests = [record["test"] for record in evaluated]

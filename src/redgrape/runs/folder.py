@@ -5,10 +5,7 @@
     partition.safetensors    the training rows of each client
     metrics.jsonl            one line per round; bit-identical between equal runs; long lists are packed (figures.py)
     times.jsonl              wall-clock seconds and workers per round; a file of its own, because times always differ
-    checkpoints/round-NNNNNN/{server,clients}.safetensors, description.toml (a copy of experiment.toml at that time)
-                             and manifest.json with their checksums; the last two checkpoints are kept, and that of
-                             the best round if the experiment keeps its model
-    clients/NNNNNN.states    client states, if there are any; clients.safetensors is the index to them
+    checkpoints/, clients/   the states of server and clients after the last rounds (checkpoints.py)
     summary.json             the result, written after the last round
     evaluation.json          calibration and sites of the final model, if `redgrape evaluate` was asked
     noise.key, privacy.jsonl the key and the spent privacy budget of a run with noise (privacy/ledger.py)
@@ -31,7 +28,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import safetensors
 import torch
 
 from redgrape import tree
@@ -40,26 +36,19 @@ from redgrape.data.federation import Federation
 from redgrape.errors import BusyError, ConfigError, StorageError
 from redgrape.rounds import RunState
 from redgrape.runs import checksums, durable
-from redgrape.runs.checksums import hash_of
-from redgrape.runs.client_states import StateFiles, StateFolder, files_in_use
+from redgrape.runs.checkpoints import Checkpoints, differences
 from redgrape.runs.experiment import Experiment, read_toml
 from redgrape.runs.figures import packed, unpacked_record
 
-FORMAT = 3
-KEPT = 2
-COPY = "description.toml"  # copy of experiment.toml; with that name, a checkpoint would look like a run
-CHECKPOINT_FILES = {"server.safetensors", "clients.safetensors", COPY}
 LINES = ("metrics.jsonl", "times.jsonl")
-MANIFEST_KEYS = {"format", "round", "rounds", "experiment", "files", "metrics"}
 
 
 class RunFolder:
     def __init__(self, path: Path, made: Sequence[Path] | None = None) -> None:
         self.path = path
-        self._states = StateFolder(path / "clients")
+        self.checkpoints = Checkpoints(path)
         self._lines = hashlib.sha256()  # hash of metrics.jsonl; its length is below
         self._line_bytes = 0
-        self.best_round = 0  # its checkpoint is kept as well; 0: none
         self._made = made  # folders made by `create`, innermost first; None if the run existed before
 
     @classmethod
@@ -144,10 +133,10 @@ class RunFolder:
         if checksums.is_whole(self.path, "experiment.toml"):
             return
         path = self.path / "experiment.toml"
-        copies = [checkpoint / COPY for checkpoint in self._checkpoints() if (checkpoint / COPY).exists()]
-        if not copies:
+        copy = self.checkpoints.copy()
+        if copy is None:
             raise StorageError(f"'{path}' was edited or is damaged; restore it, or start a new run with --out")
-        changes = differences(read_toml(copies[-1]), read_toml(path))
+        changes = differences(read_toml(copy), read_toml(path))
         for key in may_differ:
             changes.pop(key, None)
         if changes:
@@ -156,15 +145,15 @@ class RunFolder:
 
     def _copy(self) -> str:
         """A hint at the newest copy of the experiment."""
-        copies = sorted((self.path / "checkpoints").glob(f"round-[0-9]*/{COPY}"))
-        return f"; '{copies[-1]}' is the original" if copies else ""
+        copy = self.checkpoints.copy()
+        return "" if copy is None else f"; '{copy}' is the original"
 
     def environment(self) -> dict[str, Any]:
         if not (self.path / "environment.json").exists():
             raise StorageError(f"'{self.path / 'environment.json'}' is missing")
         if not checksums.is_whole(self.path, "environment.json"):
             raise StorageError(f"'{self.path / 'environment.json'}' is damaged: its SHA-256 does not match")
-        environment: dict[str, Any] = _read_json(self.path / "environment.json")
+        environment: dict[str, Any] = durable.read_json(self.path / "environment.json")
         if not isinstance(environment, dict) or "split" not in environment:
             raise StorageError(f"'{self.path / 'environment.json'}' is damaged: it has no split")
         return environment
@@ -183,16 +172,12 @@ class RunFolder:
         same file (empty if there are none). If `federation` is None, the partition is not known here.
         """
         split = {} if federation is None else {"partition.safetensors": _partition(federation)}
-        checksums.write(self.path, {**split, "environment.json": _json(environment)})
+        checksums.write(self.path, {**split, "environment.json": durable.as_json(environment)})
 
     def is_partition(self, federation: Federation) -> bool:
         """Whether the partition file matches this federation."""
         with durable.storage_errors("read", self.path):
             return (self.path / "partition.safetensors").read_bytes() == _partition(federation)
-
-    def states(self, num_clients: int) -> StateFiles:
-        """The storage for the client states of a new run."""
-        return StateFiles(self._states, num_clients)
 
     def append(self, record: Mapping[str, Any], seconds: Mapping[str, float]) -> None:
         checksums.remove(self.path, LINES)
@@ -217,10 +202,8 @@ class RunFolder:
 
     def cut_after(self, round: int) -> None:
         """Remove everything after the newest good checkpoint: damaged checkpoints, and lines that it does not cover."""
-        for newer in [path for path in self._checkpoints() if _round_of(path) > round]:
-            durable.remove(newer)
-        self._remove_old()  # a kill right after the last save would leave them
-        size = self._manifest(self._checkpoint(round))["metrics"]["bytes"] if round else 0
+        self.checkpoints.cut_after(round)
+        size = self.checkpoints.lines_until(round)
         self._lines, self._line_bytes = hashlib.sha256(), 0
         for name in LINES:
             path = self.path / name
@@ -234,160 +217,29 @@ class RunFolder:
                     self._count_line(kept)
 
     def save(self, state: RunState, experiment: Experiment) -> None:
-        files = {"server.safetensors": tree.to_bytes(state.server), COPY: experiment.to_toml().encode()}
-        if state.clients:
-            assert isinstance(state.clients, StateFiles)
-            self._states.commit()
-            files["clients.safetensors"] = tree.to_bytes(state.clients.to_index())
-        manifest = {
-            "format": FORMAT,
-            "round": state.round,
-            "rounds": experiment.rounds,
-            "experiment": hash_of({**read_toml(self.path / "experiment.toml"), "rounds": experiment.rounds}),
-            "files": {name: _digest(data) for name, data in files.items()},
-            "metrics": {"bytes": self._line_bytes, "sha256": self._lines.hexdigest()},
-        }
-        durable.create_folder(self._checkpoint(state.round), {**files, "manifest.json": _json(manifest)})
-        self._remove_old()
-
-    def _remove_old(self) -> None:
-        """Keep only the last checkpoints and the client states that they need."""
-        for old in self._checkpoints()[:-KEPT]:
-            if _round_of(old) != self.best_round:
-                durable.remove(old)
-        self._remove_unused_states()
-
-    def _remove_unused_states(self) -> None:
-        """Remove the client state files that no checkpoint needs."""
-        if self._states.path.exists():
-            indices = [path / "clients.safetensors" for path in self._checkpoints()]
-            with (
-                durable.storage_errors("read", self.path),
-                suppress(StorageError),
-            ):  # then it is unknown which are in use
-                used = [files_in_use(index.read_bytes()) for index in indices if index.exists()]
-                self._states.keep_only(set().union(*used))
-
-    def latest(self) -> tuple[RunState | None, list[str]]:
-        """The newest intact checkpoint, and what is wrong with the newer ones."""
-        wrong: list[str] = []
-        for path in reversed(self._checkpoints()):
-            try:
-                return self._load(path), wrong
-            except StorageError as error:
-                wrong.append(str(error))
-        if wrong:
-            raise StorageError(f"'{self.path}' has no intact checkpoint: {wrong[0]}")
-        return None, wrong
-
-    def state_after(self, round: int) -> RunState:
-        """The checkpoint of this round."""
-        return self._load(self._checkpoint(round))
-
-    def _load(self, path: Path) -> RunState:
-        manifest = self._manifest(path)
-        data = {}
-        for name, digest in manifest["files"].items():
-            with durable.storage_errors("read", path / name):
-                data[name] = (path / name).read_bytes()
-            if _digest(data[name]) != digest:
-                raise StorageError(f"'{path / name}' is damaged: its SHA-256 does not match the manifest")
-        with durable.storage_errors("read", self.path / "metrics.jsonl"):
-            lines = (self.path / "metrics.jsonl").read_bytes()
-        covered = manifest["metrics"]
-        if _digest(lines[: covered["bytes"]]) != covered:
-            raise StorageError(f"'{self.path / 'metrics.jsonl'}' is damaged: its beginning does not match '{path}'")
-        try:
-            server = tree.from_bytes(data["server.safetensors"])
-            index = tree.from_bytes(data["clients.safetensors"]) if "clients.safetensors" in data else None
-        except (safetensors.SafetensorError, ValueError) as error:
-            raise StorageError(f"'{path}' cannot be read: {error}") from error
-        if index is None:
-            return RunState(manifest["round"], server)
-        try:
-            return RunState(manifest["round"], server, StateFiles.from_index(self._states, index))
-        except StorageError as error:
-            raise StorageError(f"'{path}' is not intact: {error}") from error
-
-    def _manifest(self, path: Path) -> dict[str, Any]:
-        """Read and check the manifest of this checkpoint."""
-        manifest = _read_json(path / "manifest.json")
-        described = read_toml(self.path / "experiment.toml")  # not parsed: a later redgrape may know more keys
-        if isinstance(manifest, dict) and isinstance(version := manifest.get("format"), int) and version != FORMAT:
-            raise StorageError(
-                f"'{path}' has format {version}, and this redgrape reads {FORMAT}; use the redgrape that wrote it"
-            )
-        try:
-            digests = [manifest["metrics"], *manifest["files"].values()]
-            whole = (
-                manifest.keys() <= MANIFEST_KEYS
-                and manifest["format"] == FORMAT
-                and self._checkpoint(manifest["round"]) == path
-                and {"server.safetensors"} <= manifest["files"].keys() <= CHECKPOINT_FILES
-                and all(digest["bytes"] >= 0 for digest in digests)
-            )
-            rounds = manifest.get("rounds", described["rounds"])
-            same = hash_of({**described, "rounds": rounds}) == manifest["experiment"] and rounds <= described["rounds"]
-        except (KeyError, TypeError, ValueError, AttributeError):
-            whole = same = False
-        if not whole:
-            raise StorageError(f"'{path / 'manifest.json'}' is damaged")
-        if not same:
-            raise StorageError(f"'{path}' belongs to another experiment than experiment.toml{_changes(path)}")
-        checked: dict[str, Any] = manifest
-        return checked
-
-    def newest_round(self) -> int:
-        """The round of the newest checkpoint, intact or not."""
-        return max(map(_round_of, self._checkpoints()), default=0)
-
-    def _checkpoint(self, round: int) -> Path:
-        return self.path / "checkpoints" / f"round-{round:06d}"
-
-    def _checkpoints(self) -> list[Path]:
-        return sorted((self.path / "checkpoints").glob("round-[0-9]*"), key=_round_of)
+        """Write the checkpoint of a round whose line is in metrics.jsonl."""
+        self.checkpoints.save(state, experiment, {"bytes": self._line_bytes, "sha256": self._lines.hexdigest()})
 
     def sweep(self) -> None:
-        """Remove leftovers of a save that crashed."""
-        for leftover in [*self.path.glob(".*.tmp"), *(self.path / "checkpoints").glob(".*.tmp")]:
+        """Remove leftovers of a write that crashed."""
+        for leftover in self.path.glob(".*.tmp"):
             durable.remove(leftover)
-        self._remove_unused_states()
+        self.checkpoints.sweep()
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Write the summary. The .jsonl files are final now, so their checksums are listed too."""
         checksums.add(self.path, LINES)
-        checksums.write(self.path, {"summary.json": _json(summary)})
+        checksums.write(self.path, {"summary.json": durable.as_json(summary)})
 
     def write_evaluation(self, evaluation: Mapping[str, Any]) -> None:
         with self.locked():
-            checksums.write(self.path, {"evaluation.json": _json(evaluation)})
+            checksums.write(self.path, {"evaluation.json": durable.as_json(evaluation)})
 
     def summary(self) -> dict[str, Any] | None:
         path = self.path / "summary.json"
         if not checksums.is_whole(self.path, path.name):
             raise StorageError(f"'{path}' is damaged; write it again with `redgrape resume {self.path}`")
-        return _read_json(path) if path.exists() else None
-
-
-def differences(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """Every key that differs, as {"method.lr": "method.lr was 0.1 and is 0.2"}."""
-    found: dict[str, str] = {}
-    for key in [*before, *[key for key in now if key not in before]]:
-        old, new = before.get(key, "missing"), now.get(key, "missing")
-        if isinstance(old, Mapping) and isinstance(new, Mapping):
-            found |= differences(old, new, f"{prefix}{key}.")
-        elif old != new or type(old) is not type(new):
-            found[f"{prefix}{key}"] = f"{prefix}{key} was {old} and is {new}"
-    return found
-
-
-def _changes(checkpoint: Path) -> str:
-    """The differences between the experiments of a checkpoint and its run, if the checkpoint has a copy."""
-    copy = checkpoint / COPY
-    if not copy.exists():
-        return ""
-    found = differences(read_toml(copy), read_toml(checkpoint.parents[1] / "experiment.toml"))
-    return f": {', '.join(found.values())}"
+        return durable.read_json(path) if path.exists() else None
 
 
 def try_lock(fd: int) -> bool:
@@ -409,11 +261,6 @@ def try_lock(fd: int) -> bool:
     return True
 
 
-def _round_of(checkpoint: Path) -> int:
-    digits = checkpoint.name.removeprefix("round-")
-    return int(digits) if digits.isdecimal() else 0
-
-
 def _is_leftover(path: Path) -> bool:
     """Whether the path is a leftover of a write that crashed."""
     return durable.is_leftover(path) or path.name == checksums.NAME
@@ -433,23 +280,6 @@ def _partition(federation: Federation) -> bytes:
 
 def _rows_of(examples: Examples | None) -> torch.Tensor:
     return torch.zeros(0, dtype=torch.int64) if examples is None or examples.rows is None else examples.rows
-
-
-def _json(value: Any) -> bytes:
-    return json.dumps(value, indent=2).encode() + b"\n"
-
-
-def _read_json(path: Path) -> Any:
-    with durable.storage_errors("read", path):
-        data = path.read_bytes()
-    try:
-        return json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise StorageError(f"'{path}' is damaged: {error}") from error
-
-
-def _digest(data: bytes) -> dict[str, Any]:
-    return {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
 
 
 def _times_up_to(round: int, data: bytes) -> bytes:

@@ -91,7 +91,7 @@ class Run:
         """Execute the remaining rounds. Each is committed before it is yielded."""
         with self.folder.locked():
             self.folder.check_experiment(may_differ=["rounds"] if self._is_extended else [])
-            state, wrong = self.folder.latest()
+            state, wrong = self.folder.checkpoints.latest()
             before = self._environment_before(state)
             self._check_files(before, state)
             if not self.folder.has_whole_times():
@@ -117,7 +117,7 @@ class Run:
                     self._put_in_order(state)
                     if environment is not None:
                         self.folder.write_environment(environment, partition)
-                    states = self.folder.states(federation.num_clients)
+                    states = self.folder.checkpoints.states(federation.num_clients)
                     if self.stack > 1:
                         self.notes.append(
                             f"up to {self.stack} clients of equal size were trained as one: the figures agree with "
@@ -130,7 +130,8 @@ class Run:
                         self._records.append(step.record)
                         self._find_best()
                         state = step.state
-                        must = state.round in (self.experiment.rounds, self.folder.best_round) or self._has_stopped()
+                        is_kept = state.round in (self.experiment.rounds, self.folder.checkpoints.best_round)
+                        must = is_kept or self._has_stopped()
                         if must or state.round % self.experiment.checkpoint_every == 0:
                             self.folder.save(state, self.experiment)
                         self.venue.tell_lost(step.record, self.notes)
@@ -154,15 +155,15 @@ class Run:
 
     def _find_best(self) -> None:
         if self.experiment.keep == "best":
-            self.folder.best_round = best_round(self._records)
+            self.folder.checkpoints.best_round = best_round(self._records)
 
     def _has_stopped(self) -> bool:
         return has_stopped(self._records, self.experiment.patience)
 
     def _kept(self, state: RunState) -> RunState:
         """The state whose model is the result: the last, or that of the best round."""
-        best = self.folder.best_round
-        return state if best in (0, state.round) else self.folder.state_after(best)
+        best = self.folder.checkpoints.best_round
+        return state if best in (0, state.round) else self.folder.checkpoints.after(best)
 
     def _put_in_order(self, state: RunState | None) -> None:
         """Prepare the folder so that the run can continue. Checks come first: nothing is written or removed before."""

@@ -212,7 +212,8 @@ def run(options: argparse.Namespace) -> None:
     else:
         folder = RunFolder.create(path, experiment)
     label = run_view.run_label(experiment.method.resolved())
-    progress = Progress(label, folder.newest_round(), experiment.rounds, as_json=options.json, quiet=options.quiet)
+    done = folder.checkpoints.newest_round()
+    progress = Progress(label, done, experiment.rounds, as_json=options.json, quiet=options.quiet)
     with _link(deployment, options.simulate) as (where, link):
         this = submission.Submission(
             where, link, folder, allow_changes=options.allow_changes, simulation=options.simulate is not None

@@ -337,7 +337,8 @@ def carry_out(
     """Run the remaining rounds, up to `rounds` if given. Return whether there were any. `tell_data`: print the notes on
     the data too."""
     last = folder.experiment().rounds if rounds is None else rounds
-    progress = Progress(label, folder.newest_round(), last, heading=heading, as_json=options.json, quiet=options.quiet)
+    done = folder.checkpoints.newest_round()
+    progress = Progress(label, done, last, heading=heading, as_json=options.json, quiet=options.quiet)
     any_round, this = False, None
     try:
         this = Run(

@@ -75,7 +75,7 @@ def _carry_out(deployment: Deployment, settings: dict[str, str], grid: Grid, jou
     folder = RunFolder.open(deployment.path / "runs" / name)
     venue = at_sites(folder, deployment, grid, journal.say, authenticated=settings["nodes"] == "authenticated")
     run = Run(folder, workers=1, allow_changes=settings["changes"] == "allowed", venue=venue)
-    journal.say(f"run '{name}' begins after round {folder.newest_round()}")
+    journal.say(f"run '{name}' begins after round {folder.checkpoints.newest_round()}")
     for step in run.steps():
         journal.write(round=step.state.round)
     for note in run.notes:

@@ -96,7 +96,7 @@ class Submission:
             except Died as error:
                 if attempt == ATTEMPTS:
                     raise
-                say(f"{error}; going on after round {self._folder.newest_round()}")
+                say(f"{error}; going on after round {self._folder.checkpoints.newest_round()}")
 
     def _attempt(self, step: Callable[[Step], None], say: Callable[[str], None]) -> None:
         ticket, self._shown = secrets.token_hex(8), 0
@@ -104,7 +104,7 @@ class Submission:
         done = False
         try:
             self._await_begin(ticket, run)
-            seen = self._folder.newest_round()
+            seen = self._folder.checkpoints.newest_round()
             before: dict[str, Any] = {}
             moved = time.monotonic()
             while not done:
@@ -136,7 +136,8 @@ class Submission:
             say(str(error))
         raise RedgrapeError(
             f"the server's part of the run has reported nothing for {self._longest:g} seconds and was given up; see "
-            f"{self._deployment.server / 'run.log'}; the same command goes on after round {self._folder.newest_round()}"
+            f"{self._deployment.server / 'run.log'}; the same command goes on after round "
+            f"{self._folder.checkpoints.newest_round()}"
         )
 
     def _await_begin(self, ticket: str, run: str) -> None:

@@ -29,8 +29,8 @@ from redgrape.exchange.checks import UpdateRejected
 from redgrape.learning import evaluation, sums
 from redgrape.learning.evaluation import Scores
 from redgrape.method import ClientId
+from redgrape.runs.checkpoints import KEPT
 from redgrape.runs.experiment import Experiment
-from redgrape.runs.folder import KEPT
 from redgrape.tree import Tensors, Tree
 
 
