@@ -67,7 +67,8 @@ def test_the_model_of_the_best_round_is_kept_and_exported(tmp_path: Path) -> Non
     assert f"after round {best} of 8" in card and "not finished" not in card
     assert f"| accuracy | round {best}, the best by validation |\n" in card and "mean of" not in card
     card = (export(plain.path, tmp_path / "last") / "README.md").read_text()
-    assert "| accuracy | round 8 | mean of rounds 5 to 8 |\n" in card and "over the models of several" in card
+    assert "| accuracy | round 8 | mean of 4 evaluations, rounds 5 to 8 |\n" in card
+    assert "over the models of several" in card
 
 
 @pytest.mark.parametrize("keep", ["best", "last"])

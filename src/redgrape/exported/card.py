@@ -151,7 +151,7 @@ def _shown(run: Mapping[str, Any], last: Any, mean: Any) -> dict[str, Any]:
     rounds = run["averaged_rounds"] or []
     shown = {} if run["last"] is None else {_round(run): last}
     if len(rounds) > 1:
-        shown[f"mean of rounds {rounds[0]} to {rounds[-1]}"] = mean
+        shown[f"mean of {len(rounds)} evaluations, rounds {rounds[0]} to {rounds[-1]}"] = mean
     elif rounds and not shown:
         shown[f"round {rounds[0]}"] = mean
     return shown

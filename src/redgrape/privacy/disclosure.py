@@ -330,8 +330,7 @@ def _sum_words(facts: Mapping[str, Any]) -> list[str]:
         f"{facts['rounds']} sums (secure aggregation), each over {facts['fewest_answers']} sites or more: of their "
         f"{what if facts['averages'] else 'answers'}; no site's own, nor what it "
         "answered where models were evaluated at the sites",
-        "who took part in which round; two sums over different sites differ by what the sites in one alone sent (sums "
-        "of evaluations and surveys are over all sites)",
+        "who took part in which round; two sums over different sites differ by what the sites in one alone sent",
         "a site's own numbers, if the server breaks the protocol, or has more than half of a round's sites or all "
         "other sites on its side",
     ]
