@@ -453,11 +453,11 @@ def test_a_run_that_could_never_be_evaluated_is_finished(
     assert "confusion" not in summary
     for words in (["show"], ["show", "--json"], ["ls"], ["privacy"], ["report", "--out", str(tmp_path / "report")]):
         assert cli.run([words[0], str(folder.path), *words[1:]]) == 0, words
-    assert "a was never evaluated" in capsys.readouterr().out
+    assert "no round of a was evaluated" in capsys.readouterr().out
     assert cli.run(["export", str(folder.path), str(tmp_path / "model")]) == 0
-    assert "The model of round 2 was not evaluated" in (tmp_path / "model/README.md").read_text()
+    assert "There are no figures of the model of round 2." in (tmp_path / "model/README.md").read_text()
     page = page_data({"a": Reading.of(folder.path)})
-    assert "a was never evaluated" in page["settings"][0]["notes"] and page["runs"]["a"]["averaged"] == 0
+    assert "no round of a was evaluated" in page["settings"][0]["notes"] and page["runs"]["a"]["averaged"] == 0
     for there in (FakeGrid(deployment, sites), Away(deployment, sites, "evaluate", "masked", range(100))):
         folder, _ = _run(deployment, there, "a", method=method, rounds=2)
         summary = folder.summary()
@@ -487,9 +487,11 @@ def test_a_missing_site_is_waited_for_once_after_the_last_round(
         return whole(self, letters, fewest, waits=waits)
 
     monkeypatch.setattr(asking.Sites, "sum", summed)
-    grid = Away(deployment, sites, "evaluate", "masked", range(100))
-    _run(_quick(deployment), grid, "a", method={"name": "fedavg"}, rounds=2)
-    assert waited == [False, True, False]
+    for name, stage, expected in (("a", "keys", [False, True, False]), ("b", "masked", [False, True, True])):
+        waited.clear()
+        grid = Away(deployment, sites, "evaluate", stage, range(100))
+        _run(_quick(deployment), grid, name, method={"name": "fedavg"}, rounds=2)
+        assert waited == expected, "a sum that failed after its keys has not waited"
 
 
 def test_whoever_spoils_an_evaluation_is_named(tmp_path: Path, federated: Federated) -> None:
@@ -509,6 +511,13 @@ def test_whoever_spoils_an_evaluation_is_named(tmp_path: Path, federated: Federa
     assert f"site '{SITES[1]}': its answer 'masked' in a secure sum cannot be read" in words
 
 
+def test_missing_evaluations_do_not_bring_the_first_rounds_into_the_mean(tmp_path: Path, federated: Federated) -> None:
+    deployment, sites = _deployed(tmp_path, federated, test=None)
+    grid = Away(deployment, sites, "evaluate", "masked", [1, 2, 3])
+    folder, _ = _run(_quick(deployment), grid, "a", method={"name": "fedavg"}, rounds=5)
+    assert (folder.summary() or {})["averaged_rounds"] == [5], "of the last two rounds; round 1 is a warm-up"
+
+
 def test_the_card_says_which_round_was_evaluated_last(tmp_path: Path, federated: Federated) -> None:
     deployment, sites = _deployed(tmp_path, federated, test=None)
     grid = Away(deployment, sites, "evaluate", "masked", [1, 2])
@@ -516,7 +525,7 @@ def test_the_card_says_which_round_was_evaluated_last(tmp_path: Path, federated:
     assert cli.run(["export", str(folder.path), str(tmp_path / "model")]) == 0
     card = (tmp_path / "model/README.md").read_text()
     assert "| accuracy | round 1 |\n" in card and "accuracy, round 1 |\n" in card
-    assert "The model of round 2, which this folder holds, was not evaluated." in card
+    assert "There are no figures of the model of round 2, which this folder holds." in card
 
 
 def test_a_lost_state_ends_a_run_whose_sums_need_all_sites(tmp_path: Path, federated: Federated) -> None:

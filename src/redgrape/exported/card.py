@@ -119,7 +119,7 @@ def _use(card: Mapping[str, Any]) -> str:
 def _results(run: Mapping[str, Any], class_names: Sequence[str]) -> str:
     columns = _shown(run, run["last"], run["mean_of_last"])
     if not columns:
-        return f"The model of round {run['round']} was not evaluated."
+        return f"There are no figures of the model of round {run['round']}."
     counts, names = run["test_counts"], [plain(name) for name in class_names]
     over = judged.over_classes(counts)
     rows = [
@@ -134,7 +134,7 @@ def _results(run: Mapping[str, Any], class_names: Sequence[str]) -> str:
     few = "".join(f"Note: {note}.\n\n" for note in listed)
     of_several = ""
     if run["last"] is None:
-        of_several = f" The model of round {run['round']}, which this folder holds, was not evaluated."
+        of_several = f" There are no figures of the model of round {run['round']}, which this folder holds."
     elif len(columns) > 1:
         of_several = (
             f" This folder holds the model of round {run['round']}; the mean is over the models of several rounds."

@@ -112,8 +112,8 @@ def last_evaluated(run: RunView) -> str:
     if summary.get("best_round") or summary["averaged_rounds"][-1:] == [run.rounds_done]:
         return ""
     if not summary["averaged_rounds"]:
-        return f"{name} was never evaluated"
-    return f"{name} was evaluated for the last time in round {summary['averaged_rounds'][-1]} of {run.rounds_done}"
+        return f"no round of {name} was evaluated"
+    return f"the last round of {name} that was evaluated is {summary['averaged_rounds'][-1]} of {run.rounds_done}"
 
 
 def collect(runs: Iterable[tuple[str, RunView]], on: str = "test") -> list[Result]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -102,7 +102,7 @@ class Run:
                 self._find_best()
             known = self._known_confusion(state) if before is not None else None
             if known is not None:
-                mistakes = {"confusion": known["confusion"]}
+                mistakes, averaged = {"confusion": known["confusion"]}, len(known.get("averaged_rounds", []))
                 self._put_in_order(state)
             else:
                 prepared = self.venue.prepare(self.experiment, before)
@@ -139,7 +139,9 @@ class Run:
                         if self._has_stopped():
                             break
                     assert state is not None  # there is at least one round
-                    self.notes += [*self._refused_throughout(), *self._not_evaluated(training)]
+                    due = [record for record in self.folder.metrics() if training.is_evaluated(record["round"])]
+                    averaged = sum("test" in record for record in due[-window(state.round) :])
+                    self.notes += [*self._refused_throughout(), *_not_evaluated(due)]
                     if self._has_stopped():
                         best = best_round(self._records)
                         self.notes.append(f"stopped after round {state.round}: validation was best in round {best}")
@@ -147,8 +149,7 @@ class Run:
                     scores = training.engine.evaluate(kept.server["model"], "test")
                     mistakes = {} if scores is None else {"confusion": scores.confusion_cells()}
             assert state is not None
-            averaged = len((known or {}).get("averaged_rounds", [])) or window(state.round)
-            summary = summarize(self.folder, self.experiment, self._kept(state), mistakes, averaged)
+            summary = summarize(self.folder, self.experiment, self._kept(state), mistakes, averaged or 1)
             if state.round < self.experiment.rounds:
                 summary["stopped_after"] = state.round
             self.folder.write_summary(summary)
@@ -183,13 +184,6 @@ class Run:
             for k, (round, reason) in sorted(last.items(), key=lambda item: int(item[0]))
             if k not in counted
         ]
-
-    def _not_evaluated(self, training: Training) -> list[str]:
-        due = [record for record in self.folder.metrics() if training.is_evaluated(record["round"])]
-        if not (skipped := [str(record["round"]) for record in due if "test" not in record]):
-            return []
-        named = ", ".join(skipped[:10]) + (", ..." if len(skipped) > 10 else "")
-        return [f"{len(skipped)} of {len(due)} evaluations are missing (in round {named}); figures are of the others"]
 
     def _check_files(self, before: Mapping[str, Any] | None, state: RunState | None) -> None:
         """Raise ConfigError if a file that is read again has changed since the run began. Without a checkpoint, that is
@@ -353,6 +347,14 @@ def this_machine(
                 )
 
     return Venue(prepared, lambda client: f"client {client}", tell_lost, knows_partition=True)
+
+
+def _not_evaluated(due: Sequence[Mapping[str, Any]]) -> list[str]:
+    """A note on the evaluations that are missing among the records of rounds with one."""
+    if not (skipped := [str(record["round"]) for record in due if "test" not in record]):
+        return []
+    named = ", ".join(skipped[:10]) + (", ..." if len(skipped) > 10 else "")
+    return [f"{len(skipped)} of {len(due)} evaluations are missing (in round {named}); figures are of the others"]
 
 
 def site_of(experiment: Experiment, federation: FederatedData) -> Site:

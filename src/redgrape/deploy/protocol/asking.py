@@ -104,7 +104,7 @@ class Sites:
         from redgrape.deploy.protocol.secure_sum import NotBegun, secure_sum
 
         ends = time.monotonic() + (self._options.deadlines.join if waits else 0)
-        least = max(self.at_once, fewest) if waits else 1
+        least = max(self.at_once, fewest) if waits else 0
 
         def ask(stage: Stage, parts: Mapping[ClientId, Parts]) -> Iterator[tuple[ClientId, Reply[SumAnswer] | Lost]]:
             asked: dict[ClientId, Letter] = {}

@@ -133,14 +133,14 @@ class FlowerEngine(Engine):
     def _evaluated_by_all(self, letters: Mapping[ClientId, Letter]) -> Scores | None:
         """From a sum over all sites, else None: two sums that differ by one site give its test examples. A missing site
         is waited for after the last round only, and once."""
-        from redgrape.deploy.protocol.secure_sum import SumFailed
+        from redgrape.deploy.protocol.secure_sum import NotBegun, SumFailed
 
         waits = self._waits and self._round == self._rounds
         try:
             total = self._sites.sum(letters, len(letters), waits=waits).total
             return evaluation.of_shared([self._checked_sums(total)])
         except SumFailed as failure:
-            self._waits = self._waits and not waits
+            self._waits = self._waits and not (waits and isinstance(failure, NotBegun))
             reason = f"not all sites did: {failure}"
         except UpdateRejected as error:
             reason = f"the sum of the sites' evaluations was rejected: {error}"

@@ -84,7 +84,8 @@ Your data stays on your machine. You need Python 3.11 or newer, this folder, and
    version as the server.
 2. Check your setup: `redgrape doctor . --data PATH`.
 3. Start: `redgrape deploy site . --data PATH` (or `./start.sh PATH`), and leave it running. It reconnects by itself.
-   Ctrl-C ends it; start it again whenever you like: your site is known by its key.
+   Ctrl-C ends it; start it again whenever you like: your site is known by its key. During a run some methods need all
+   sites, and stop without yours.
 
 PATH is {path}. The classes are: {classes}. You need not hold all of them.{input}{evaluation}
 
