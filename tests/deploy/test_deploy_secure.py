@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import math
 from collections.abc import Callable, Iterator
@@ -153,7 +152,7 @@ def test_what_the_server_receives_of_a_site_is_masked(deployment: Watched, tally
         layout, true = fixed_point.encode(experiment.exchange.summand(update, parts, len(CLASSES)), len(SITES))
         [letter] = [x for x in deployment.received(stage="masked", round=1) if x.header["site"] == k]
         assert [tuple(entry) for entry in letter.header["layout"]] == layout, "the same for every site"
-        halves = [np.load(io.BytesIO(letter.parts[name])) & (2**31 - 1) for name in ("high", "low")]
+        halves = [np.frombuffer(letter.parts[name], "<i8") & (2**31 - 1) for name in ("high", "low")]
         masked = secure_sum._whole(halves, 1)
         moving = true != 0
         correlation = abs(np.corrcoef(true[moving].astype(float), masked[moving].astype(float))[0, 1])
@@ -198,7 +197,8 @@ def test_a_site_killed_in_a_round_is_left_out_and_the_next_waits_for_it(
     with Watched(tmp_path, federated, "--test", federated.folder / "test.npz", *LOWEST) as deployment:
         deployment.set(deadlines__round=300)
         deployment.start()
-        options = [*SMALL, "--method", "redgrape", "-c", "method.lr=0.001", "-c", "method.epochs=400"]
+        # Many steps, so that the site is killed while it trains; on a convex loss they do not enlarge roundings.
+        options = [*SMALL, "--method", "fedavg", "-c", "net.name='linear'", "-c", "method.epochs=1000"]
         run = deployment.begin_run("killed", *options, "--rounds", 4)
         wait_for(lambda: len(deployment.received(stage="shares", round=2)) == 3, "the shares of round 2", 600)
         deployment.sites["west"].kill_all()  # while it trains
@@ -209,6 +209,6 @@ def test_a_site_killed_in_a_round_is_left_out_and_the_next_waits_for_it(
         assert answered == [[0, 1, 2], [0, 1], [0, 1, 2], [0, 1, 2]], answered
         ours = tree.flatten(deployment.server_state("killed"))
         for name, t in tree.flatten(_locally_without(deployment, "killed", {2: {2}})).items():
-            torch.testing.assert_close(ours[name], t, rtol=1e-3, atol=1e-4, msg=name)
+            torch.testing.assert_close(ours[name], t, rtol=1e-4, atol=1e-5, msg=name)
         tally("a site killed in a secure round is left out of it", 1, 1)
     assert not still_there(tmp_path)
