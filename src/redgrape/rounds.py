@@ -20,7 +20,7 @@ from redgrape.engines.waiting_answers import Shelf
 from redgrape.errors import Diverged, TooFewClients
 from redgrape.exchange import Exchange, Parts, Received, plausible
 from redgrape.exchange.checks import (
-    MOST_EXAMPLES,
+    UNDECLARED,
     Inspection,
     NotFinite,
     UpdateRejected,
@@ -90,7 +90,7 @@ def rounds(
     start: RunState | None = None,
     states: ClientStates | None = None,
     spill: Path | None = None,
-    declared: Callable[[ClientId], Declared] | None = None,
+    declared: Callable[[ClientId], Declared] = lambda _: UNDECLARED,
     min_answers: int = 1,
 ) -> Iterator[RunState]:
     """Yield the states after rounds 1, 2, ... `site.rounds`, from `model` (else from `site.build`) or after `start`.
@@ -170,7 +170,7 @@ class _Answers:
         asked: Sequence[ClientId],
         site: ServerSite,
         shelf: Shelf,
-        declared: Callable[[ClientId], Declared] | None,
+        declared: Callable[[ClientId], Declared],
     ) -> None:
         self._method, self._exchange, self._model = method, exchange, model
         self._parts = method.parts(model, site)
@@ -211,8 +211,7 @@ class _Answers:
                     self.states[client] = self._shelf.put(answer.state)
 
     def _checked(self, client: ClientId, update: Tree) -> Measures:
-        known = None if self._declared is None else self._declared(client)
-        lengths = self._inspection.lengths(update, known)
+        lengths = self._inspection.lengths(update, self._declared(client))
         steps = self._method.steps(int(update["count"])) if "count" in update else None
         return plausible.measured(update, self._parts, lengths, steps)
 
@@ -283,7 +282,7 @@ def first_state(
     clients: Sequence[ClientId],
     model: Tensors | None = None,
     states: ClientStates | None = None,
-    declared: Callable[[ClientId], Declared] | None = None,
+    declared: Callable[[ClientId], Declared] = lambda _: UNDECLARED,
 ) -> RunState:
     """The state before the first round. The clients are surveyed for it."""
     if model is None:
@@ -311,17 +310,15 @@ def survey_like(method: Method, site: Site) -> Tree:
     return method.survey(ClientSite(*place, 0, nothing))
 
 
-def _survey(
-    like: Tree, engine: Engine, clients: Sequence[ClientId], declared: Callable[[ClientId], Declared] | None
-) -> Tree:
+def _survey(like: Tree, engine: Engine, clients: Sequence[ClientId], declared: Callable[[ClientId], Declared]) -> Tree:
     """The sum of the clients' answers to a method's survey. TooFewClients if an answer or the sum is invalid."""
     total: Tensors | None = None
     for k, answer in engine.survey(clients):
         try:
             if k is not None:
-                check_survey(answer, like, _known(declared, k).examples)
+                check_survey(answer, like, declared(k).examples)
         except UpdateRejected as reason:
-            name = (_known(declared, k).name if k is not None else "") or f"client {k}"
+            name = (declared(k).name if k is not None else "") or f"client {k}"
             raise TooFewClients(
                 f"the answer of {name} to the survey before the first round was rejected: {reason}"
             ) from reason
@@ -329,14 +326,10 @@ def _survey(
         total = flat if total is None else {name: t + total[name] for name, t in flat.items()}
     survey = tree.unflatten(total or {})
     try:
-        check_survey(survey, like, sum(_known(declared, k).examples for k in clients), of_sum=True)
+        check_survey(survey, like, sum(declared(k).examples for k in clients), of_sum=True)
     except UpdateRejected as reason:
         raise TooFewClients(f"the sum of the clients' answers to the survey was rejected: {reason}") from reason
     return survey
-
-
-def _known(declared: Callable[[ClientId], Declared] | None, client: ClientId) -> Declared:
-    return Declared(MOST_EXAMPLES) if declared is None else declared(client)
 
 
 def sample_clients(eligible: Sequence[ClientId], count: int, seed: int, round: int) -> list[ClientId]:

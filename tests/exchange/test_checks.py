@@ -8,6 +8,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from redgrape.engines import Answer, ClientHalf, Lost
 from redgrape.engines.in_process import InProcess
 from redgrape.engines.pool import Pool
 from redgrape.errors import Diverged, TooFewClients
-from redgrape.exchange import Count, Direction, Parts, Statistics, Sum
+from redgrape.exchange import ClassRows, Count, Direction, Parts, Statistics, Sum
 from redgrape.exchange.checks import Inspection, UpdateRejected
 from redgrape.exchange.parts import class_rows, described
 from redgrape.exchange.plausible import Measures, check_variance, longest_feature, measured, most, outliers
@@ -291,11 +292,20 @@ def stored(state: RunState) -> dict[int, bytes]:
     return {k: tree.to_bytes(s) for k, s in state.clients.items()}
 
 
+@pytest.mark.parametrize(("counts", "is_possible"), [([5, 7], True), ([5, 8], False), ([10**9, 1], False)])
+def test_counts_of_classes_are_held_to_the_number_of_examples(counts: list[int], is_possible: bool) -> None:
+    """A site declares that number only, and weighs in the mean of a class by its count."""
+    parts: Parts = {"count": Count(), "rows": ClassRows({"mean": torch.zeros(2)}, weights="count")}
+    rows = {"classes": torch.tensor([0, 2]), "counts": torch.tensor(counts), "mean": torch.zeros(2, 2)}
+    with nullcontext() if is_possible else pytest.raises(UpdateRejected, match="'rows/counts' claims more examples"):
+        checked({"count": torch.tensor(12), "rows": rows}, parts, Declared(12), {})
+
+
 def test_a_thousand_are_tried() -> None:
     assert len(CASES) * BAD_UPDATES >= 1000 and len({name for name, _ in CASES}) == len(methods.names())
 
 
-def checked(update: Any, parts: Parts, known: Declared | None, model: Mapping[str, Tensor]) -> None:
+def checked(update: Any, parts: Parts, known: Declared, model: Mapping[str, Tensor]) -> None:
     Inspection(parts, dict(model), cases.CLASSES).lengths(update, known)
 
 

@@ -154,17 +154,17 @@ def test_a_lying_weight_is_refused(claimed: float, words: str) -> None:
     update = updates(method)[2]
     site = server_site(4, 3)
     inspection = Inspection(method.parts(build().state_dict(), site), build().state_dict(), 3)
-    inspection.lengths(update, None)
-    inspection.lengths({**update, "weight": torch.tensor(30.0, dtype=torch.float64)}, None)  # a lie within the bound
+    inspection.lengths(update)
+    inspection.lengths({**update, "weight": torch.tensor(30.0, dtype=torch.float64)})  # a lie within the bound
     with pytest.raises(UpdateRejected, match=words):
-        inspection.lengths({**update, "weight": torch.tensor(claimed, dtype=torch.float64)}, None)
+        inspection.lengths({**update, "weight": torch.tensor(claimed, dtype=torch.float64)})
 
 
 def test_a_weight_in_another_precision_is_refused() -> None:
     update = updates(Coverage())[2]
     inspection = Inspection(Coverage().parts(build().state_dict(), server_site(4, 3)), build().state_dict(), 3)
     with pytest.raises(UpdateRejected, match=r"'weight' is torch.float32; it must be torch.float64"):
-        inspection.lengths({**update, "weight": update["weight"].float()}, None)
+        inspection.lengths({**update, "weight": update["weight"].float()})
 
 
 def test_a_large_but_honest_weight_is_no_long_update() -> None:
@@ -172,7 +172,7 @@ def test_a_large_but_honest_weight_is_no_long_update() -> None:
     update = updates(Coverage())[2]
     inspection = Inspection(Coverage().parts(build().state_dict(), server_site(4, 3)), build().state_dict(), 3)
     many = {"count": torch.tensor(10**6), "weight": torch.tensor(3e6, dtype=torch.float64)}
-    assert "weight" not in inspection.lengths({**update, **many}, None)
+    assert "weight" not in inspection.lengths({**update, **many})
 
 
 def test_a_client_with_a_lying_weight_is_left_out_of_its_round() -> None:

@@ -22,7 +22,7 @@ from redgrape.engines import ClientHalf, StateLost
 from redgrape.engines.in_process import InProcess
 from redgrape.errors import ConfigError
 from redgrape.exchange import Exchange
-from redgrape.exchange.checks import Inspection, UpdateRejected
+from redgrape.exchange.checks import UNDECLARED, Inspection, UpdateRejected
 from redgrape.exchange.plausible import measured, outliers
 from redgrape.learning import class_statistics
 from redgrape.methods.fed3r import Fed3R
@@ -394,7 +394,12 @@ def test_counts_that_a_client_cannot_have_are_rejected() -> None:
     inspection = Inspection(parts, dict(model), C)
     known = Declared(9, torch.tensor([5, 4, 0, 0]))
     inspection.lengths(sums_of([5, 4, 0, 0], 1e9), known)  # as long as the data makes it
-    for examples, declared in (([5, 3, 1, 0], known), ([-1, 4, 0, 0], None), ([10, 0, 0, 0], Declared(9))):
+    for examples, declared in (
+        ([5, 3, 1, 0], known),
+        ([-1, 4, 0, 0], UNDECLARED),
+        ([10, 0, 0, 0], Declared(9)),
+        ([5, 5, 0, 0], Declared(9)),
+    ):
         with pytest.raises(UpdateRejected, match="claims more examples of a class than this client can have"):
             inspection.lengths(sums_of(examples, 1.0), declared)
 
@@ -405,7 +410,7 @@ def test_sums_far_longer_than_those_of_others_are_rejected() -> None:
     updates = [sums_of([2, 2, 0, 0], 40.0), sums_of([400, 0, 0, 0], 4e3), sums_of([1, 0, 0, 0], 1e4)]
     updates.append(sums_of([0, 0, 0, 0], 0.0))  # sent in an earlier round
     inspection = Inspection(parts, model, C)
-    found = {k: measured(u, parts, inspection.lengths(u, None), None) for k, u in enumerate(updates)}
+    found = {k: measured(u, parts, inspection.lengths(u), None) for k, u in enumerate(updates)}
     reasons = outliers(found, parts, model)
     assert [*reasons] == [2]
     assert re.search("for each example that it counts; given the other clients, at most", str(reasons[2]))

@@ -72,6 +72,11 @@ class Declared:
     class_counts: Tensor | None = None
     name: str = ""
 
+    def can_hold(self, counts: Tensor, classes: Tensor) -> bool:
+        """Whether the client can hold these numbers of examples of these classes."""
+        held = self.examples if self.class_counts is None else self.class_counts[classes]
+        return bool((counts <= held).all()) and int(counts.sum()) <= self.examples
+
 
 class ClientData(Protocol):
     """What an engine needs from a federation: the examples of the clients it runs, and those for evaluation."""

@@ -15,10 +15,11 @@ from torch import Tensor
 
 from redgrape import tree
 from redgrape.data.federation import Declared
-from redgrape.exchange.parts import ClassRows, Count, Part, Parts, Scalar, Statistics, Sum, Weight, described
+from redgrape.exchange.parts import ClassRows, Count, Parts, Scalar, Statistics, Sum, Weight, class_rows, described
 from redgrape.tree import Tensors, Tree
 
 MOST_EXAMPLES = 10**9  # the most a client may claim if it has not declared its number
+UNDECLARED = Declared(MOST_EXAMPLES)
 LONGEST = 1e4  # times the model's length; a longer part of an update means that training diverges
 _SLACK = 1e-3  # tolerance in the checks of a class gradient
 _ROUNDING = 1e-6  # of a weight in a secure sum
@@ -43,15 +44,15 @@ class Inspection:
     def __init__(self, parts: Parts, model: Tensors, num_classes: int) -> None:
         self._parts, self._num_classes = parts, num_classes
         self._expected = described(parts)
-        self._rows = tuple(f"{name}/" for name, part in parts.items() if isinstance(part, ClassRows))
+        self._rows = row_prefixes(parts)
         self._own = max(1.0, length(model))
 
-    def lengths(self, update: Any, declared: Declared | None) -> dict[str, float]:
+    def lengths(self, update: Any, declared: Declared = UNDECLARED) -> dict[str, float]:
         """The length of each part of an update, over its real numbers only. UpdateRejected if the update does not match
         its parts; TooLong if a part is longer than training could make it. `declared`: what the client declared about
         itself. Running statistics have no meaningful length, weights have a bound of their own, and sums over examples
         are as long as the data."""
-        check(update, self._parts, self._expected, self._rows, declared, self._num_classes)
+        self._check(update, declared)
         measured = (name for name, part in self._parts.items() if not isinstance(part, Statistics | Weight))
         found = {name: length({name: update.get(name, {})}) for name in measured}
         for name, number in found.items():
@@ -62,37 +63,30 @@ class Inspection:
                 raise TooLong(f"'{name}' has length {number:.3g}, {own}")
         return found
 
-
-def check(
-    update: Any,
-    parts: Parts,
-    expected: Mapping[str, Tensor],
-    rows: tuple[str, ...],
-    declared: Declared | None,
-    num_classes: int,
-) -> None:
-    """Raise UpdateRejected if the update does not match its parts."""
-    flat = named_tensors(update)
-    check_names(flat, expected)
-    for name, wanted in expected.items():
-        _check_kind(name, flat[name], wanted, is_rows=name.startswith(rows))
-    check_finite(flat)
-    for name, part in parts.items():
-        match part:
-            case Count():
-                _check_count(flat[name], declared)
-            case Weight(most=most):
-                _check_weight(float(flat[name]), most, int(flat["count"]))
-            case Scalar(least=least) if least is not None and float(flat[name]) < least:
-                raise UpdateRejected(f"'{name}' is {float(flat[name]):g}; it cannot be below {least:g}")
-            case Statistics():
-                for tensor in part.like:
-                    if tensor.endswith("running_var") and (flat[f"{name}/{tensor}"] < 0).any():
-                        raise UpdateRejected(f"tensor '{name}/{tensor}' is negative")
-            case Sum(counted=counted) if counted:
-                _check_counted(f"{name}/{counted}", flat[f"{name}/{counted}"], declared)
-            case ClassRows():
-                _check_classes({t: flat[f"{name}/{t}"] for t in update[name]}, name, part, declared, num_classes)
+    def _check(self, update: Any, declared: Declared) -> None:
+        """Raise UpdateRejected if the update does not match its parts."""
+        flat = named_tensors(update)
+        check_names(flat, self._expected)
+        for name, wanted in self._expected.items():
+            _check_kind(name, flat[name], wanted, is_rows=name.startswith(self._rows))
+        check_finite(flat)
+        for name, part in self._parts.items():
+            match part:
+                case Count():
+                    _check_count(flat[name], declared)
+                case Weight(most=most):
+                    _check_weight(float(flat[name]), most, int(flat["count"]))
+                case Scalar(least=least) if least is not None and float(flat[name]) < least:
+                    raise UpdateRejected(f"'{name}' is {float(flat[name]):g}; it cannot be below {least:g}")
+                case Statistics():
+                    for tensor in part.like:
+                        if tensor.endswith("running_var") and (flat[f"{name}/{tensor}"] < 0).any():
+                            raise UpdateRejected(f"tensor '{name}/{tensor}' is negative")
+                case Sum(counted=counted) if counted:
+                    _check_counted(f"{name}/{counted}", flat[f"{name}/{counted}"], declared)
+                case ClassRows():
+                    rows = {t: flat[f"{name}/{t}"] for t in update[name]}
+                    _check_classes(rows, name, part, declared, self._num_classes)
 
 
 def check_names(flat: Mapping[str, object], expected: Iterable[str], what: str = "update") -> None:
@@ -144,21 +138,19 @@ def check_sum(total: Any, like: Tree, parts: Parts, clients: int) -> None:
                 raise UpdateRejected(f"the numbers of clients that report a class cannot be those of {clients} clients")
 
 
-def nothing(part: Part) -> Any:
-    """What a client without examples would send for a part."""
-    match part:
-        case Count():
-            return torch.zeros((), dtype=torch.int64)
-        case Weight():
-            return torch.zeros((), dtype=torch.float64)
-        case Scalar(like=number):
-            return torch.zeros_like(number)
-        case ClassRows():
-            none = torch.zeros(0, dtype=torch.int64)
-            numbers = {"classes": none, "counts": none} if part.weights == "count" else {"classes": none}
-            return numbers | {name: t.new_zeros(0, *t.shape) for name, t in part.like.items()}
-        case _:
-            return {name: torch.zeros_like(t) for name, t in part.like.items()}
+def row_prefixes(parts: Parts) -> tuple[str, ...]:
+    return tuple(f"{name}/" for name in class_rows(parts))
+
+
+def nothing(parts: Parts) -> Tree:
+    """What a client without examples would send."""
+    rows = row_prefixes(parts)
+    return tree.unflatten(
+        {
+            name: t.new_zeros(0, *t.shape) if name.startswith(rows) else torch.zeros_like(t)
+            for name, t in described(parts).items()
+        }
+    )
 
 
 def length(group: Tree) -> float:
@@ -214,10 +206,11 @@ def _check_kind(name: str, t: Tensor, wanted: Tensor, *, is_rows: bool = False) 
         raise UpdateRejected(f"tensor '{name}' is {list(t.shape)}; it must be {list(wanted.shape)}")
 
 
-def _check_count(count: Tensor, declared: Declared | None) -> None:
-    most = MOST_EXAMPLES if declared is None else declared.examples
-    if not 1 <= int(count) <= most:
-        raise UpdateRejected(f"'count' is {int(count)}; this client can have trained on 1 to {most} examples")
+def _check_count(count: Tensor, declared: Declared) -> None:
+    if not 1 <= int(count) <= declared.examples:
+        raise UpdateRejected(
+            f"'count' is {int(count)}; this client can have trained on 1 to {declared.examples} examples"
+        )
 
 
 def _check_weight(weight: float, most: float, examples: int) -> None:
@@ -227,16 +220,13 @@ def _check_weight(weight: float, most: float, examples: int) -> None:
         )
 
 
-def _check_counted(name: str, counts: Tensor, declared: Declared | None) -> None:
+def _check_counted(name: str, counts: Tensor, declared: Declared) -> None:
     """Check that a client counts examples of classes that it can have."""
-    most = torch.full_like(counts, MOST_EXAMPLES if declared is None else declared.examples)
-    if declared is not None and declared.class_counts is not None:
-        most = declared.class_counts
-    if (counts < 0).any() or (counts > most).any():
+    if (counts < 0).any() or not declared.can_hold(counts, torch.arange(len(counts))):
         raise UpdateRejected(f"'{name}' claims more examples of a class than this client can have, or fewer than none")
 
 
-def _check_classes(rows: Tensors, name: str, part: ClassRows, declared: Declared | None, num_classes: int) -> None:
+def _check_classes(rows: Tensors, name: str, part: ClassRows, declared: Declared, num_classes: int) -> None:
     """Check that the rows belong to existing classes that the client has, each named once."""
     classes = rows["classes"]
     if len(classes) and (int(classes.min()) < 0 or int(classes.max()) >= num_classes):
@@ -246,13 +236,10 @@ def _check_classes(rows: Tensors, name: str, part: ClassRows, declared: Declared
     for tensor, t in rows.items():
         if len(t) != len(classes):
             raise UpdateRejected(f"tensor '{name}/{tensor}' has {len(t)} rows for {len(classes)} classes")
-    held = None if declared is None or declared.class_counts is None else declared.class_counts[classes]
-    if held is not None and (held == 0).any():
-        raise UpdateRejected(f"'{name}/classes' names class {int(classes[held == 0][0])}, which this client lacks")
-    if part.weights == "count":
-        most = torch.full_like(classes, MOST_EXAMPLES) if held is None else held
-        if ((rows["counts"] < 1) | (rows["counts"] > most)).any():
-            raise UpdateRejected(f"'{name}/counts' claims more examples of a class than this client can have, or none")
+    if declared.class_counts is not None and (lacking := classes[declared.class_counts[classes] == 0]).numel():
+        raise UpdateRejected(f"'{name}/classes' names class {int(lacking[0])}, which this client lacks")
+    if part.weights == "count" and ((rows["counts"] < 1).any() or not declared.can_hold(rows["counts"], classes)):
+        raise UpdateRejected(f"'{name}/counts' claims more examples of a class than this client can have, or none")
     if len(classes) and part.gradient:
         wrong = _wrong_bias(rows, classes) | (_wrong_signs(rows, classes) if part.signed else False)
         if wrong.any():

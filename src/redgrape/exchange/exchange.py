@@ -277,8 +277,7 @@ class Exchange(BaseModel):
         self, total: Tree, clients: Sequence[ClientId], parts: Parts, model: Tensors, site: ServerSite
     ) -> Received:
         """Receive the sum of these clients' summands; UpdateRejected if it cannot be their sum."""
-        nothing = {name: checks.nothing(part) for name, part in parts.items()}
-        checks.check_sum(total, self.summand(nothing, parts, site.num_classes), parts, len(clients))
+        checks.check_sum(total, self.summand(checks.nothing(parts), parts, site.num_classes), parts, len(clients))
         received = FromSum(self, parts, total, clients, site)
-        checks.Inspection(parts, model, site.num_classes).lengths(received.mean_update(), None)
+        checks.Inspection(parts, model, site.num_classes).lengths(received.mean_update())
         return received

@@ -12,7 +12,7 @@ from redgrape.data.examples import Examples
 from redgrape.data.federation import Declared, Groups
 from redgrape.deploy.setup.folder import DataAgreement
 from redgrape.errors import DataError
-from redgrape.exchange.checks import MOST_EXAMPLES
+from redgrape.exchange.checks import UNDECLARED
 
 
 class PartialFederation:
@@ -52,7 +52,7 @@ class PartialFederation:
         return len(self._own[1]) if self._own is not None and self._own[0] == k else 1
 
     def declared(self, k: int) -> Declared:
-        return self.joined.get(k, Declared(MOST_EXAMPLES))
+        return self.joined.get(k, UNDECLARED)
 
     def sample(self, dtype: torch.dtype) -> torch.Tensor:
         return torch.zeros(2, *self.input_shape, dtype=dtype)

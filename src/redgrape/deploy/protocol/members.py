@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,7 +20,7 @@ from redgrape.data.federation import Declared
 from redgrape.deploy.protocol.messages import JoinAnswer, JoinQuestion, Letter
 from redgrape.deploy.protocol.transport import NoAnswer, Transport
 from redgrape.deploy.setup.folder import DeployOptions
-from redgrape.exchange.checks import MOST_EXAMPLES, UpdateRejected
+from redgrape.exchange.checks import MOST_EXAMPLES, UNDECLARED, UpdateRejected
 from redgrape.method import ClientId
 
 NODES = 1.0  # seconds between two checks for new sites
@@ -151,7 +152,7 @@ class Members:
         are its weights in averages and evaluations. With secure sums it declares none."""
         k, name = said.site, self.name(said.site)
         if self._options.secure_aggregation:
-            self._joined[k] = Declared(MOST_EXAMPLES, name=f"site '{name}'")
+            self._joined[k] = replace(UNDECLARED, name=f"site '{name}'")
             return {}
         if said.examples is None or not 1 <= said.examples <= MOST_EXAMPLES:
             raise UpdateRejected(f"site '{name}' declares {said.examples} examples, which is not possible")
