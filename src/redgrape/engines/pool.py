@@ -25,23 +25,21 @@ import traceback
 import types
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection, wait
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 
-from redgrape.data.federation import Federation
+from redgrape.data.federation import ClientData, Federation
 from redgrape.engines import Answer, ClientHalf, Engine, Lost, Split
 from redgrape.engines.devices import near
 from redgrape.engines.shared_memory import Mailbox, SharedFederation
 from redgrape.errors import ConfigError, RedgrapeError, enough_memory
-from redgrape.exchange import Exchange
 from redgrape.learning import evaluation, sums
 from redgrape.learning.evaluation import Scores
-from redgrape.method import ClientId, Method
-from redgrape.nets.net import Net
+from redgrape.method import ClientId
 from redgrape.tree import Tensors, Tree
 
 START_DEADLINE = 120.0  # seconds
@@ -83,11 +81,12 @@ class Pool(Engine):
 
     def _start(self, index: int) -> _Worker:
         ours, theirs = self._context.Pipe()
-        half, inbox, outbox = self._half, Mailbox(self._room), Mailbox(self._room)
+        inbox, outbox = Mailbox(self._room), Mailbox(self._room)
         device = self._devices[index % len(self._devices)]  # workers take turns
-        job = (half.method, self._shared, half.build, half.seed, half.rounds, device, half.stack, half.exchange)
+        data = cast(ClientData, self._shared)  # which arrives as WorkerData
+        half = replace(self._half, federation=data, device=device)
         process = self._context.Process(
-            target=_serve, args=(theirs, inbox, outbox, self._sharing, *job), daemon=True, name="redgrape-worker"
+            target=_serve, args=(theirs, inbox, outbox, half, self._sharing), daemon=True, name="redgrape-worker"
         )
         with uninterrupted(), contextlib.nullcontext() if self._needs_main else without_main():
             try:
@@ -343,20 +342,7 @@ def uninterrupted() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _serve(
-    connection: Connection[Any, Any],
-    inbox: Mailbox,
-    outbox: Mailbox,
-    sharing: int,
-    method: Method,
-    shared: SharedFederation,
-    build: Callable[[], Net],
-    seed: int,
-    rounds: int,
-    device: torch.device,
-    stack: int,
-    exchange: Exchange,
-) -> None:
+def _serve(connection: Connection[Any, Any], inbox: Mailbox, outbox: Mailbox, half: ClientHalf, sharing: int) -> None:
     """The main loop of a worker."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the coordinator handles Ctrl-C
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the fork server installs its own handler
@@ -366,8 +352,7 @@ def _serve(
     copied: queue.SimpleQueue[Any] = queue.SimpleQueue()
     threading.Thread(target=_receive, args=(connection, letters, copied), daemon=True).start()
     torch.set_num_threads(1)
-    data = near(shared.opened(), device, sharing)
-    half = ClientHalf(method, data, build, seed, rounds, device, stack, exchange)
+    half = replace(half, federation=near(half.federation, half.device, sharing))
     connection.send(("ready", None))
     payload: Any = None
     while True:

@@ -235,23 +235,21 @@ class SharedFederation:
         x = examples.source if examples.source is not None else examples.x.numpy()
         return self._share(x), self._share(examples.y.numpy()), examples.pixels, examples.augment, rows
 
-    def __getstate__(self) -> dict[str, Any]:
-        return self._fields
-
-    def __setstate__(self, fields: dict[str, Any]) -> None:
-        self._fields = fields
-
-    def opened(self) -> WorkerData:
-        """In the worker: the data as views of the shared arrays."""
-        f: dict[str, Any] = {name: _opened(value) for name, value in self._fields.items()}
-        validation = None if f["validation"] is None else _look_into(f["validation"])
-        parts = np.split(f["rows"], f["ends"][:-1])
-        return WorkerData(f["num_classes"], _look_into(f["train"]), parts, _look_into(f["test"]), validation)
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _open_federation, (self._fields,)
 
     def close(self) -> None:
         for array in self._open.values():
             array.close()
         self._open.clear()
+
+
+def _open_federation(fields: dict[str, Any]) -> WorkerData:
+    """In the worker: the data as views of the shared arrays."""
+    f: dict[str, Any] = {name: _opened(value) for name, value in fields.items()}
+    validation = None if f["validation"] is None else _look_into(f["validation"])
+    parts = np.split(f["rows"], f["ends"][:-1])
+    return WorkerData(f["num_classes"], _look_into(f["train"]), parts, _look_into(f["test"]), validation)
 
 
 def _look_into(fields: tuple[Any, ...]) -> Examples:
