@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -83,83 +83,99 @@ class Run:
         self.workers, self.device, self.precision, self.allow_changes = workers, device, precision, allow_changes
         self.deadline, self.stack = deadline, stack
         self.venue = this_machine(device, precision, stack, data_root, embedding) if venue is None else venue
-        self._records: list[Mapping[str, Any]] = []  # of the rounds done
+        self._judged: list[Mapping[str, Any]] = []  # the records of the rounds done, if validation decides
         self.notes: list[str] = []  # for the user, such as a skipped damaged checkpoint
         self.data_notes: list[str] = []  # the same in every new run on this data
 
     def steps(self) -> Iterator[Step]:
         """Execute the remaining rounds. Each is committed before it is yielded."""
         with self.folder.locked():
-            self.folder.check_experiment(may_differ=["rounds"] if self._is_extended else [])
-            state, wrong = self.folder.checkpoints.latest()
-            before = self._environment_before(state)
-            self._check_files(before, state)
-            if not self.folder.has_whole_times():
-                self.notes.append("times.jsonl is damaged; this changes no result")
-            self.notes += [f"{reason}; continuing from round {state.round if state else 0}" for reason in wrong]
-            if self.experiment.is_validated and state is not None:
-                self._records += [record for record in self.folder.metrics() if record["round"] <= state.round]
-                self._find_best()
-            known = self._known_confusion(state) if before is not None else None
-            if known is not None:
-                mistakes, averaged = {"confusion": known["confusion"]}, len(known.get("averaged_rounds", []))
-                self._put_in_order(state)
+            state, before = self._stored()
+            known = self._known_summary(state) if before is not None else None
+            if known is None:
+                state, mistakes, averaged = yield from self._train(before, state)
             else:
-                prepared = self.venue.prepare(self.experiment, before)
-                federation = prepared.federation
-                partition = federation if isinstance(federation, Federation) else None
-                self.data_notes += partition.notes if partition is not None and state is None else []
-                environment = self._checked_environment(prepared, partition, before, state)
-                with self._training(prepared, state) as training:
-                    if state is not None:
-                        check_model(state, training.build().state_dict(), self.folder)
-                    model = first_model(self.experiment, prepared) if state is None else None
-                    self._put_in_order(state)
-                    if environment is not None:
-                        self.folder.write_environment(environment, partition)
-                    states = self.folder.checkpoints.states(federation.num_clients)
-                    if self.stack > 1:
-                        self.notes.append(
-                            f"up to {self.stack} clients of equal size were trained as one: the figures agree with "
-                            "separate training up to rounding"
-                        )
-                    account = partial(self._account, training)
-                    steps = training.steps(state, model, states, self.folder.path, account)
-                    for step in steps if not self._has_stopped() else ():
-                        self.folder.append(step.record, {**step.seconds, "workers": self.workers})
-                        self._records.append(step.record)
-                        self._find_best()
-                        state = step.state
-                        is_kept = state.round in (self.experiment.rounds, self.folder.checkpoints.best_round)
-                        must = is_kept or self._has_stopped()
-                        if must or state.round % self.experiment.checkpoint_every == 0:
-                            self.folder.save(state, self.experiment)
-                        self.venue.tell_lost(step.record, self.notes)
-                        yield step
-                        if self._has_stopped():
-                            break
-                    assert state is not None  # there is at least one round
-                    due = [record for record in self.folder.metrics() if training.is_evaluated(record["round"])]
-                    averaged = sum("test" in record for record in due[-window(state.round) :])
-                    self.notes += [*self._refused_throughout(), *_not_evaluated(due)]
-                    if self._has_stopped():
-                        best = best_round(self._records)
-                        self.notes.append(f"stopped after round {state.round}: validation was best in round {best}")
-                    kept = self._kept(state)
-                    scores = training.engine.evaluate(kept.server["model"], "test")
-                    mistakes = {} if scores is None else {"confusion": scores.confusion_cells()}
-            assert state is not None
+                self._put_in_order(state)
+                mistakes, averaged = {"confusion": known["confusion"]}, len(known.get("averaged_rounds", []))
+            assert state is not None  # there is at least one round
             summary = summarize(self.folder, self.experiment, self._kept(state), mistakes, averaged or 1)
             if state.round < self.experiment.rounds:
                 summary["stopped_after"] = state.round
             self.folder.write_summary(summary)
 
-    def _find_best(self) -> None:
+    def _stored(self) -> tuple[RunState | None, dict[str, Any] | None]:
+        """The last intact state, and the environment in which the run began; None for a new run."""
+        self.folder.check_experiment(may_differ=["rounds"] if self._is_extended else [])
+        state, wrong = self.folder.checkpoints.latest()
+        before = self._environment_before(state)
+        self._check_files(before, state)
+        if not self.folder.has_whole_times():
+            self.notes.append("times.jsonl is damaged; this changes no result")
+        self.notes += [f"{reason}; continuing from round {state.round if state else 0}" for reason in wrong]
+        if self.experiment.is_validated and state is not None:
+            self._judge([record for record in self.folder.metrics() if record["round"] <= state.round])
+        return state, before
+
+    def _train(
+        self, before: Mapping[str, Any] | None, state: RunState | None
+    ) -> Generator[Step, None, tuple[RunState, dict[str, Any], int]]:
+        """Execute the rounds after `state`. Return the last state, the mistakes of the final model, and the number of
+        evaluations in the mean of the run."""
+        prepared = self.venue.prepare(self.experiment, before)
+        partition = prepared.federation if isinstance(prepared.federation, Federation) else None
+        self.data_notes += partition.notes if partition is not None and state is None else []
+        environment = self._checked_environment(prepared, partition, before, state)
+        with self._training(prepared, state) as training:
+            if state is not None:
+                check_model(state, training.build().state_dict(), self.folder)
+            model = first_model(self.experiment, prepared) if state is None else None
+            self._put_in_order(state)
+            if environment is not None:
+                self.folder.write_environment(environment, partition)
+            if self.stack > 1:
+                self.notes.append(
+                    f"up to {self.stack} clients of equal size were trained as one: the figures agree with separate "
+                    "training up to rounding"
+                )
+            states = self.folder.checkpoints.states(prepared.federation.num_clients)
+            steps = training.steps(state, model, states, self.folder.path, partial(self._account, training))
+            for step in self._committed(steps):
+                state = step.state
+                yield step
+            assert state is not None  # there is at least one round
+            records = self.folder.metrics()
+            due = [record for record in records if training.is_evaluated(record["round"])]
+            self.notes += [*self._refused_throughout(records), *_not_evaluated(due)]
+            if self._has_stopped():
+                best = best_round(self._judged)
+                self.notes.append(f"stopped after round {state.round}: validation was best in round {best}")
+            scores = training.engine.evaluate(self._kept(state).server["model"], "test")
+            mistakes = {} if scores is None else {"confusion": scores.confusion_cells()}
+            return state, mistakes, sum("test" in record for record in due[-window(state.round) :])
+
+    def _committed(self, steps: Iterator[Step]) -> Iterator[Step]:
+        """The steps until the run stops, each written to the folder before it is yielded."""
+        for step in steps if not self._has_stopped() else ():
+            self.folder.append(step.record, {**step.seconds, "workers": self.workers})
+            self._judge([step.record])
+            round = step.state.round
+            is_kept = round in (self.experiment.rounds, self.folder.checkpoints.best_round)
+            if is_kept or self._has_stopped() or round % self.experiment.checkpoint_every == 0:
+                self.folder.save(step.state, self.experiment)
+            self.venue.tell_lost(step.record, self.notes)
+            yield step
+            if self._has_stopped():
+                return
+
+    def _judge(self, records: Sequence[Mapping[str, Any]]) -> None:
+        """Remember the rounds that decide which model is kept, or when to stop."""
+        if self.experiment.is_validated:
+            self._judged += records
         if self.experiment.keep == "best":
-            self.folder.checkpoints.best_round = best_round(self._records)
+            self.folder.checkpoints.best_round = best_round(self._judged)
 
     def _has_stopped(self) -> bool:
-        return has_stopped(self._records, self.experiment.patience)
+        return has_stopped(self._judged, self.experiment.patience)
 
     def _kept(self, state: RunState) -> RunState:
         """The state whose model is the result: the last, or that of the best round."""
@@ -173,9 +189,8 @@ class Run:
             self.folder.write_experiment(self.experiment)
         self.folder.cut_after(state.round if state else 0)
 
-    def _refused_throughout(self) -> list[str]:
+    def _refused_throughout(self, records: Sequence[Mapping[str, Any]]) -> list[str]:
         """Notes on clients that answered, but had every answer rejected, in the whole run."""
-        records = self.folder.metrics()
         counted = {str(k) for record in records for k in record["answered"]}
         last = {k: (record["round"], reason) for record in records for k, reason in record["rejected"].items()}
         return [
@@ -286,7 +301,7 @@ class Run:
             self.notes.append(f"{error}; it is written again, without its old content")
             return None
 
-    def _known_confusion(self, state: RunState | None) -> dict[str, Any] | None:
+    def _known_summary(self, state: RunState | None) -> dict[str, Any] | None:
         """The summary with the confusion matrix of the final model, if the run is finished and the model evaluated. The
         metrics have no such matrix: a line a round would bloat them."""
         is_finished = state is not None and (state.round == self.experiment.rounds or self._has_stopped())
