@@ -24,8 +24,9 @@ import pytest
 import redgrape
 from redgrape.cli import flags, parser
 from redgrape.cli import main as cli
+from redgrape.cli.commands import training as training_commands
 from redgrape.cli.commands.training import run_name
-from redgrape.errors import BusyError
+from redgrape.errors import BusyError, TooFewClients
 from redgrape.reading import method_index
 from redgrape.reading.run_tables import cell, mean_std
 from redgrape.runs.experiment import Experiment
@@ -360,6 +361,22 @@ def test_compare_goes_on_after_a_method_that_diverges(command: Command, toml: Pa
     assert outcome.err.splitlines()[-1].startswith("redgrape: fedavg:lr=1e8: DIVERGED in round 1")
     alone = command("compare", "fedavg:lr=1e8", *arguments)
     assert (alone.code, alone.out) == (3, "")
+
+
+def test_compare_goes_on_after_a_method_with_too_few_answers(command: Command, toml: Path, monkeypatch: Any) -> None:
+    run = training_commands.carry_out
+
+    def stopped(folder: RunFolder, options: Any, label: str, *arguments: Any, **more: Any) -> bool:
+        if label.startswith("fedavg"):
+            raise TooFewClients("0 of 3 clients gave an accepted answer in round 1")
+        return run(folder, options, label, *arguments, **more)
+
+    monkeypatch.setattr(training_commands, "carry_out", stopped)
+    arguments = ["--experiment", toml, "--out", "c", "--workers", 1, "--rounds", 1]
+    outcome = command("compare", "fedavg", "redgrape", *arguments)
+    assert outcome.code == TooFewClients.exit_code
+    rows = [line.split() for line in outcome.out.splitlines() if line.startswith(("fedavg", "redgrape"))]
+    assert set(rows[0][1:]) == {"–"} and "–" not in rows[1]
 
 
 def test_compare_goes_on_where_it_was_left(command: Command, toml: Path, tmp_path: Path) -> None:

@@ -1111,6 +1111,23 @@ def test_search_looks_at_the_validation_set_alone(command: Command, sampler: Sam
     assert f"best on validation: -c method.lr={best} -c method.optimizer=sgd" in outcome.err
 
 
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        (["data=1,2"], "data"),
+        (["method.lr=0.1", "-c", "data=5"], "data"),
+        (["data.alone=each client", "-c", "data.clients=x"], "data.clients"),
+    ],
+)
+def test_a_sweep_of_what_cannot_be_is_refused_in_one_line(command: Command, words: list[str], complaint: str) -> None:
+    outcome = command("sweep", *words, "--plan")
+    assert outcome.code == 2 and complaint in outcome.err and len(outcome.err.strip().splitlines()) == 1
+
+
+def test_a_client_alone_needs_no_number_of_clients(command: Command) -> None:
+    assert len(good(command("sweep", "data.alone=each client", "--plan")).out.splitlines()) >= 1
+
+
 def test_search_without_a_validation_set_is_refused(command: Command, sampler: Sampler, tmp_path: Path) -> None:
     outcome = command(*SWEEP, *SEARCH)
     assert outcome.code == 2

@@ -130,6 +130,8 @@ REFUSED = [
     (["lda@pooled"], "names a baseline"),
     (["nothing"], "unknown method"),
     (["lda", "-c", "net.name=linear"], "has another net"),
+    (["lda", "-c", "method=5"], "method is 5"),
+    (["lda", "-c", "method.name=7"], "7"),
     (["crt"], "'crt' trains, and so it changes nothing in a finished run; choose fed3r, fednpc, lda, logit_adjustment"),
 ]
 

@@ -20,7 +20,16 @@ from redgrape.cli.progress import Progress
 from redgrape.cli.publish import publish
 from redgrape.data.prepare import prepare
 from redgrape.engines import devices
-from redgrape.errors import ConfigError, DataError, Diverged, RedgrapeError, StorageError, enough_memory, unknown
+from redgrape.errors import (
+    ConfigError,
+    DataError,
+    Diverged,
+    RedgrapeError,
+    StorageError,
+    TooFewClients,
+    enough_memory,
+    unknown,
+)
 from redgrape.methods import RECOMMENDED, WITHOUT_TRAINING
 from redgrape.privacy.disclosure import disclosed, leak_in_one_line
 from redgrape.reading import run_tables, run_view
@@ -82,15 +91,16 @@ def adjust(options: argparse.Namespace) -> None:
         raise ConfigError(f"'{options.method}' names a baseline, and only the model of a run can be adjusted")
     for assignment in options.config:
         override(values, assignment)
-    method = values["method"]
-    if method["epochs"] == 0:  # else it trains on
-        if not methods.post_hoc(method["name"]):
+    method = _method_section(values)
+    if method.get("epochs") == 0:  # else it trains on
+        name = str(method.get("name"))
+        if not methods.post_hoc(name):
             able = ", ".join(name for name in methods.names() if methods.post_hoc(name))
             raise ConfigError(
-                f"'{method['name']}' trains, and so it changes nothing in a finished run; choose {able}, or train on "
-                "with -c method.epochs=1"
+                f"'{name}' trains, and so it changes nothing in a finished run; choose {able}, or train on with "
+                "-c method.epochs=1"
             )
-        values["method"] = {**methods.load(method["name"]).presets["post_hoc"], **method}
+        values["method"] = {**methods.load(name).presets["post_hoc"], **method}
     if folder := _new_run(Experiment.parse(values), options):
         finish(folder, options)
 
@@ -154,8 +164,8 @@ def compare(options: argparse.Namespace) -> None:
         heading = run_of(i, standings, options) if len(cells) > 1 and not standings[i].finished else ""
         try:
             has_trained = carry_out(folder, options, label, heading=heading, tell_data=i == 0)
-        except Diverged as error:  # the others can still be compared
-            failures.append(Diverged(f"{label}: {error}"))
+        except (Diverged, TooFewClients) as error:  # the others can still be compared
+            failures.append(type(error)(f"{label}: {error}"))
             standings[i] = replace(standings[i], obstacle=str(error))
             continue
         view = run_view.RunView.read(path)
@@ -244,10 +254,7 @@ def with_method(values: dict[str, Any], spec: str) -> str:
             raise unknown("baseline", where, ["alone", "pooled"])
         for key in ("clients_per_round", "min_answers", "exchange"):  # nothing is exchanged
             values.pop(key, None)
-    method = values.setdefault("method", {})
-    if not isinstance(method, dict):
-        raise ConfigError(f"method is {method!r} in the experiment; it must be a section, [method]")
-    method["name"] = name
+    _method_section(values)["name"] = name
     for assignment in filter(None, settings.split(",")):
         if assignment.startswith("data."):
             raise ConfigError(
@@ -255,6 +262,13 @@ def with_method(values: dict[str, Any], spec: str) -> str:
             )
         override(values, assignment if "." in assignment.partition("=")[0] else f"method.{assignment}")
     return where
+
+
+def _method_section(values: dict[str, Any]) -> dict[str, Any]:
+    method = values.setdefault("method", {})
+    if not isinstance(method, dict):
+        raise ConfigError(f"method is {method!r} in the experiment; it must be a section, [method]")
+    return method
 
 
 def _at(where: str, experiment: Experiment, options: argparse.Namespace) -> list[tuple[str, Experiment]]:
@@ -379,7 +393,7 @@ def tell_leak(folder: RunFolder, options: argparse.Namespace) -> None:
 def tell_leaks(leaks: Sequence[str], options: argparse.Namespace) -> None:
     """Print one line on what runs disclosed. Each line is of a run whose method has floors against that, all off."""
     if leaks and not options.quiet:
-        others = f" ({len(leaks) - 1} more runs disclosed the like)" if len(leaks) > 1 else ""
+        others = f" (and {len(leaks) - 1} more of these runs)" if len(leaks) > 1 else ""
         print(f"note: {printable(leaks[0] + others)}", file=sys.stderr)
 
 

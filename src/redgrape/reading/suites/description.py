@@ -175,12 +175,13 @@ class Suite:
 
     def _experiments(self, labels: Mapping[str, Label], scale: str, seed: int) -> list[Experiment]:
         """One, or one for each client alone."""
-        values = self._values(labels, scale)
-        data = values.get("data", {})
-        names = [str(k) for k in range(data["clients"])] if data.get("alone") == EACH else []
-        each = [_merged(values, {"data": {"alone": name}}) for name in names] or [values]
+        values = {**self._values(labels, scale), "seed": seed}
         try:
-            return [Experiment.parse({**one, "seed": seed}) for one in each]
+            if flat(values).get("data.alone") != EACH:
+                return [Experiment.parse(values)]
+            first = Experiment.parse(_merged(values, {"data": {"alone": "0"}}))
+            others = [_merged(values, {"data": {"alone": str(k)}}) for k in range(1, first.data.clients)]
+            return [first, *map(Experiment.parse, others)]
         except ConfigError as error:
             named = ", ".join(label_text(axis, value) for axis, value in labels.items())
             raise ConfigError(f"{self.name}: {named}: {error}") from error
