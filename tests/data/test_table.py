@@ -235,9 +235,22 @@ def test_a_wrong_value_is_named_by_its_line_in_a_file_and_by_its_row_in_a_frame(
         rg.data.load({"age": [1, 2, "old"], "kind": ["a", "b", "a"]}, label="kind")
 
 
-def test_one_column_cannot_hold_both_classes_and_sites(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"column 'kind' cannot hold both .*; name another as --label or as --site"):
-        loaded(written(tmp_path / "t.csv", *ROWS), site="kind")
+@pytest.mark.parametrize(("role", "name"), [("site", "kind"), ("test", "kind=a")])
+def test_one_column_cannot_hold_both_classes_and_sites_or_the_test_set(role: str, name: str, tmp_path: Path) -> None:
+    with pytest.raises(
+        ConfigError, match=rf"column 'kind' cannot hold both .*; name another as --label or as --{role}"
+    ):
+        loaded(written(tmp_path / "t.csv", *ROWS), **{role: name})
+
+
+def test_names_of_columns_are_checked_in_frames_too() -> None:
+    class Frame(dict[str, list[int]]):
+        columns = ("age", "age")
+
+    with pytest.raises(DataError, match="the table: two columns are named 'age'"):
+        table.of_frame(Frame(age=[1, 2]))
+    with pytest.raises(DataError, match="the table: column 2 has no name"):
+        table.of_frame({"age": [1, 2], "": [3, 4]})
 
 
 @pytest.mark.parametrize(

@@ -169,8 +169,9 @@ def read(path: Path) -> Table:
 
 def of_frame(frame: Any, where: str = "the table") -> Table:
     """The table of a DataFrame of pandas or polars, or of any mapping from names to columns."""
-    names = getattr(frame, "columns", frame)
-    return Table(where, {str(name): Cells.of(map(_text, frame[name])) for name in names})
+    keys = list(getattr(frame, "columns", frame))
+    names = _checked_names(map(str, keys), where)
+    return Table(where, {name: Cells.of(map(_text, frame[key])) for name, key in zip(names, keys, strict=True)})
 
 
 def _csv(path: Path) -> Table:
@@ -192,13 +193,7 @@ def of_rows(
     names: Sequence[str], rows: Iterable[Sequence[str]], where: str, line: Callable[[], int] | None = None
 ) -> Table:
     """The table of these rows of text. Empty rows are skipped. `line`: tells the line of the row that was read last."""
-    for place, name in enumerate(names):
-        if not name:
-            raise DataError(
-                f"{where}: column {place + 1} has no name; name it, or leave it out (pandas: to_csv(..., index=False))"
-            )
-        if name in names[:place]:
-            raise DataError(f"{where}: two columns are named '{name}'; give each a name of its own")
+    names = _checked_names(names, where)
     known: list[dict[str, int]] = [{} for _ in names]
     codes: list[list[int]] = [[] for _ in names]
     lines: list[int] = []
@@ -214,13 +209,28 @@ def of_rows(
     return Table(where, {name: Cells.coded(values, column, places) for name, values, column in columns})
 
 
+def _checked_names(names: Iterable[str], where: str) -> list[str]:
+    found: list[str] = []
+    for name in names:
+        if not name:
+            raise DataError(
+                f"{where}: column {len(found) + 1} has no name; name it, or leave it out (pandas: to_csv(..., "
+                "index=False))"
+            )
+        if name in found:
+            raise DataError(f"{where}: two columns are named '{name}'; give each a name of its own")
+        found.append(name)
+    return found
+
+
 def _parquet(path: Path) -> Table:
     parquet = needed("pyarrow.parquet", "reading Parquet needs pyarrow", "table")
     try:
         arrow = parquet.read_table(path)
+        columns = {name: arrow.column(name).to_pylist() for name in arrow.column_names}
     except Exception as error:  # a damaged file can raise nearly anything
         raise DataError(f"{path} cannot be read as Parquet ({' '.join(str(error).split())})") from error
-    return of_frame({name: arrow.column(name).to_pylist() for name in arrow.column_names}, str(path))
+    return of_frame(columns, str(path))
 
 
 def _text(value: Any) -> str:
@@ -399,11 +409,12 @@ def raw(table: Table, roles: Roles) -> Raw:
     test = roles.test and table.test_column(roles.test)
     for name in filter(None, (roles.label, roles.site, test, *roles.drop, *roles.categorical)):
         _ = table[name]  # it must be there
-    if roles.label == roles.site:
-        raise ConfigError(
-            f"{table.where}: column '{roles.label}' cannot hold both the classes and the sites; name another as "
-            "--label or as --site"
-        )
+    for other, what, flag in ((roles.site, "sites", "--site"), (test, "test set", "--test")):
+        if roles.label == other:
+            raise ConfigError(
+                f"{table.where}: column '{roles.label}' cannot hold both the classes and the {what}; name another as "
+                f"--label or as {flag}"
+            )
     inputs = [name for name in table.columns if name not in {roles.label, roles.site, test, *roles.drop}]
     if not inputs:
         raise DataError(f"{table.where} has no column left for inputs; it has {listed(table.columns)}")
