@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import safetensors
@@ -68,6 +68,14 @@ _ONLY_SUMS = "this site answers only in secure sums (secure_aggregation in its s
 _CPU = torch.device("cpu")
 
 
+class _Prepared(NamedTuple):
+    """What the site has made for a run. `sums_are_whole`: whether no site may be missing in sums of its rounds."""
+
+    task: tuple[Any, ...]
+    half: ClientHalf
+    sums_are_whole: bool
+
+
 class DeployedSite:
     """One site with its data, which has been checked."""
 
@@ -82,7 +90,7 @@ class DeployedSite:
         self.index = index
         self._evaluated = self._reported_test_set()
         self._states = SiteStates(folder.states if states is None else states)
-        self._prepared: tuple[Any, ClientHalf, bool] | None = None  # for the task; whether its sums must be whole
+        self._prepared: _Prepared | None = None
         self._sums: tuple[str, Question, Member] | None = None  # of the sum under way: its name, and what is added
 
     @property
@@ -201,16 +209,8 @@ class DeployedSite:
 
         stage, added = Stage(question.stage, question.arrived, question.lost), replace(question.added(), deadline=1.0)
         if stage.name == "keys":
-            # NotAllowed and StateMissing come before anybody computes.
-            whole = True  # columns, a survey and an evaluation are the same again, whoever is missing
-            if isinstance(added, ColumnsQuestion):
-                self._experiment(added)
-            else:
-                self._half(question)
-            if isinstance(added, TrainQuestion):
-                self._state(added)
-                whole = self._prepared is not None and self._prepared[2]
-            self._sums = question.sum, added, Member(self.index, self.options.sites if whole else None)
+            everyone = self.options.sites if self._is_whole(question) else None
+            self._sums = question.sum, added, Member(self.index, everyone)
         if self._sums is None or self._sums[:2] != (question.sum, added):
             raise ConfigError("this site takes part in another secure sum, or was restarted since this one began")
         answer, numbers = SumAnswer(site=self.index), None
@@ -219,6 +219,19 @@ class DeployedSite:
             layout, numbers = fixed_point.encode(summand, self.options.sites)
             answer = SumAnswer(site=self.index, layout=layout, state_key=state_key)
         return answer, self._sums[2].answer(stage, parts, numbers)
+
+    def _is_whole(self, question: SumQuestion) -> bool:
+        """Whether no site may be missing in this sum. Columns, a survey and an evaluation are the same again, whoever
+        is missing. NotAllowed and StateMissing come here, before anybody computes."""
+        added = question.added()
+        if isinstance(added, ColumnsQuestion):
+            self._experiment(added)
+            return True
+        prepared = self._prepare(question)
+        if not isinstance(added, TrainQuestion):
+            return True
+        self._state(added)
+        return prepared.sums_are_whole
 
     def _summand(self, question: SumQuestion, parts: Parts) -> tuple[int | None, Tree]:
         """What this site adds, and the key of its client's new state."""
@@ -232,12 +245,15 @@ class DeployedSite:
 
     def _half(self, question: OfRun) -> ClientHalf:
         """The client half of the method of the server's experiment."""
+        return self._prepare(question).half
+
+    def _prepare(self, question: OfRun) -> _Prepared:
         task = question.experiment, question.files, question.columns
-        if self._prepared is None or self._prepared[0] != task:
+        if self._prepared is None or self._prepared.task != task:
             experiment = self._experiment(question)
             half = self._client_half(experiment, self._columns(question))
-            self._prepared = task, half, admission.sums_must_be_whole(experiment, self.options)
-        return self._prepared[1]
+            self._prepared = _Prepared(task, half, admission.sums_must_be_whole(experiment, self.options))
+        return self._prepared
 
     def _experiment(self, question: OfRun) -> Experiment:
         """The server's experiment, with this site's own files. NotAllowed if its policy does not allow it."""
