@@ -156,7 +156,7 @@ class Experiment(BaseModel):
         "last", description="the model to keep: of the last round, or of the best by class-balanced validation accuracy"
     )
     patience: int | None = Field(
-        None, ge=1, le=10**9, description="stop if this many rounds after the best, by validation, none was better"
+        None, ge=1, le=10**9, description="stop after this many rounds without a better validation result"
     )
     start: str | None = Field(None, description="a finished run on the same split, whose model is the initial one")
     data: DataOptions = Field(default_factory=DataOptions)
@@ -239,8 +239,8 @@ class Experiment(BaseModel):
                 f"method '{self.method.name}' needs a small balanced set at the server, but data.auxiliary is 0; hold "
                 "one out with data.auxiliary=32 (per class)"
             )
-        has_batchnorm = self.net.name.startswith("resnet") or (self.net.is_pretrained and not self.net.is_frozen)
-        if method.batch_size == 1 and has_batchnorm and not method.freeze_encoder:
+        is_resnet = self.net.name.startswith("resnet") and not own_code.is_own(self.net.name)
+        if method.batch_size == 1 and is_resnet and not method.freeze_encoder:
             raise ConfigError(
                 f"method.batch_size is 1, but BatchNorm in net '{self.net.name}' has no statistics for a single "
                 "example; choose at least 2"
@@ -333,7 +333,7 @@ class Experiment(BaseModel):
         return nets.builder(**self.net.trained, federation=federation, seed=self.seed)
 
     def first_model(self, federation: FederatedData) -> Tensors:
-        """The initial weights. To resume a run, a weights file is needed only if its encoder is frozen."""
+        """The initial weights."""
         if not self.net.is_pretrained:
             shape, classes = federation.input_shape, federation.num_classes
             return build_net(self.net.name, shape, classes, self.seed, self.net.weights).state_dict()
