@@ -95,7 +95,7 @@ EXPERIMENT: dict[str, tuple[str, Any, str]] = {
     "--net": ("net.name", str, "cnn (default), resnet8, ..., mlp, linear, efficientnet_lite0 or file.py:function"),
     "--rounds": ("rounds", int, "communication rounds (default: 20)"),
     "--keep": ("keep", str, "the round whose model is kept: last, or best by validation (see data.validation)"),
-    "--patience": ("patience", int, "stop if so many rounds after the best by validation none was better"),
+    "--patience": ("patience", int, "stop after this many rounds without a better validation result"),
     "--epochs": ("method.epochs", int, "local epochs (default: 5)"),
     "--batch-size": ("method.batch_size", int, "examples per local step (default: 64)"),
     "--lr": ("method.lr", float, "local learning rate (default: 0.01)"),
@@ -145,7 +145,7 @@ def add_suite(command: argparse.ArgumentParser) -> None:
 
 def add_run_folder(command: argparse.ArgumentParser) -> None:
     command.add_argument("--out", type=path, metavar="DIR", help="the run folder (default: a new one below runs/)")
-    command.add_argument("--overwrite", action="store_true", help="replace a run of which no round is done")
+    command.add_argument("--overwrite", action="store_true", help="replace a run that has finished no round")
 
 
 def add_overwrite(command: argparse.ArgumentParser) -> None:

@@ -75,12 +75,12 @@ def _rows_words(name: str, part: ClassRows, exchange: Exchange) -> str:
     single = (
         "If a client has one example of a class, that example's exact feature vector follows from it;"
         if exchange.min_count == 1
-        else f"They were sent from {exchange.min_count} examples of a class on, so none is of a single example;"
+        else f"Only classes with at least {exchange.min_count} examples were sent, so none is of a single example;"
     )
     released = (
         "If only one client of a round reports a class, what the server makes of it is that client's own."
         if exchange.min_clients == 1
-        else f"The server uses a class from {exchange.min_clients} clients of a round on."
+        else f"The server uses a class only if at least {exchange.min_clients} clients of a round report it."
     )
     return (
         f"A client also sends {what} each of its classes ('{name}'). These expose which classes a client holds"

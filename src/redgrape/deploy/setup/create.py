@@ -119,7 +119,7 @@ _COLUMNS = """\
 
 _MASKED = """
 
-All but the last two is masked, so that the server can read only the sum over all sites (secure aggregation)."""
+All but the last two are masked, so that the server can read only the sum over all sites (secure aggregation)."""
 
 _ROWS = """\
 with RedGrape and CReFF a mean gradient for each class of which you hold at least {min_count} examples, with FedNH and
