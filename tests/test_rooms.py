@@ -111,6 +111,7 @@ RULES = {
         "deploy",
     ),
     "learning": ("methods", "engines", "rounds", "training", "runs", "reading", "cli", "deploy"),
+    "privacy": ("learning", "method", "methods", "engines", "rounds", "training", "reading", "cli", "deploy"),
     "method": ("engines", "rounds", "training", "runs", "reading", "cli", "deploy"),
     "rounds": ("methods", "nets", "training", "runs", "reading", "cli", "deploy"),
     "training": ("methods", "runs", "reading", "cli", "deploy"),

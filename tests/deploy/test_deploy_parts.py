@@ -52,7 +52,8 @@ from redgrape.deploy.setup.create import app_hash, create, deployed, renew
 from redgrape.deploy.setup.folder import DataAgreement, Deployment, DeployOptions, SiteFolder
 from redgrape.errors import ConfigError, DataError, RedgrapeError, StorageError, TooFewClients, install
 from redgrape.methods.vine import Vine
-from redgrape.privacy.disclosure import disclosed, in_words
+from redgrape.reading.learned import disclosed
+from redgrape.reading.learned_in_words import in_words
 from redgrape.reading.run_view import RunView
 from redgrape.runs.experiment import Experiment, read_toml
 from redgrape.runs.folder import RunFolder

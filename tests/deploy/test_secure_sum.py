@@ -34,7 +34,8 @@ from redgrape.deploy.setup.folder import Deployment, SiteFolder
 from redgrape.engines import Lost
 from redgrape.errors import ConfigError, Diverged, TooFewClients
 from redgrape.exchange import fixed_point
-from redgrape.privacy.disclosure import disclosed, in_words
+from redgrape.reading.learned import disclosed
+from redgrape.reading.learned_in_words import in_words
 from redgrape.reading.page.figures import page_data
 from redgrape.reading.page.reading import Reading
 from redgrape.reading.run_view import RunView

@@ -40,8 +40,8 @@ from redgrape.exported.model import (
 )
 from redgrape.nets import pretrained
 from redgrape.nets.net import Net
-from redgrape.privacy.disclosure import recorded_disclosures
 from redgrape.reading import judged
+from redgrape.reading.learned import recorded_disclosures
 from redgrape.reading.run_view import RunView
 from redgrape.rounds import RunState
 from redgrape.runs import checksums, durable

@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 
-from redgrape.privacy.disclosure import disclosed, in_words
+from redgrape.reading.learned import disclosed
+from redgrape.reading.learned_in_words import in_words
 from redgrape.reading.run_view import RunView
 from redgrape.reading.terminal import paragraph
 

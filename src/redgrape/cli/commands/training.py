@@ -31,8 +31,9 @@ from redgrape.errors import (
     unknown,
 )
 from redgrape.methods import RECOMMENDED, WITHOUT_TRAINING
-from redgrape.privacy.disclosure import disclosed, leak_in_one_line
 from redgrape.reading import run_tables, run_view
+from redgrape.reading.learned import disclosed
+from redgrape.reading.learned_in_words import leak_in_one_line
 from redgrape.reading.suites import cost, tables
 from redgrape.reading.suites.description import Cell, Suite, text
 from redgrape.reading.suites.found_cells import Standing
