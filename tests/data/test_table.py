@@ -15,9 +15,10 @@ import torch
 
 import redgrape as rg
 from redgrape.data import fars, table, user_data
+from redgrape.data.columns import Column, Columns, Roles, Sums
 from redgrape.data.federation import Federation
 from redgrape.data.sources import load
-from redgrape.data.table import Cells, Column, Columns, Roles, Sums
+from redgrape.data.table import Cells
 from redgrape.errors import ConfigError, DataError
 
 ROLES = Roles("kind", "site", "fold")

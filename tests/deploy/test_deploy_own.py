@@ -24,9 +24,9 @@ from test_deploy_parts import FakeGrid, _question, _run, options
 
 from redgrape import Examples, Federation, tree
 from redgrape.cli import main as cli
-from redgrape.data import table
+from redgrape.data import columns, table
+from redgrape.data.columns import Columns
 from redgrape.data.examples import Pixels
-from redgrape.data.table import Columns
 from redgrape.deploy.protocol import inputs, own_parts
 from redgrape.deploy.protocol.admission import why_refused
 from redgrape.deploy.protocol.site import DeployedSite
@@ -372,7 +372,7 @@ class Tables:
     def scaling(self) -> dict[str, tuple[float, float]]:
         """Mean and deviation of each column of numbers, as the local engine fits them."""
         self.write("all", [row for name in SITES for row in ROWS[name]])
-        raw = table.raw(table.read(self.data("all")), table.Roles("diagnosis", drop=["patient"]))
+        raw = columns.raw(table.read(self.data("all")), columns.Roles("diagnosis", drop=["patient"]))
         ends = np.cumsum([len(ROWS[name]) for name in SITES])
         fitted = Columns.fit(raw, [rows for rows in np.split(np.arange(ends[-1]), ends[:-1])])
         return {column.name: (column.mean, column.std) for column in fitted.columns if column.categories is None}

@@ -17,7 +17,7 @@ from deployments import CLASSES, Federated, Local, locally, still_there
 from test_deploy_own import CODE, ROWS, Photos, Tables, allow, give
 
 from redgrape import tree
-from redgrape.data.table import Columns
+from redgrape.data.columns import Columns
 from redgrape.deploy.setup.folder import Deployment
 from redgrape.exported.model import load_model
 

@@ -18,9 +18,10 @@ from pathlib import Path
 
 import numpy as np
 
+from redgrape.data.columns import Roles
 from redgrape.data.longtail import choose
 from redgrape.data.sources import Source, digest_of
-from redgrape.data.table import Cells, Roles, Table, of_rows
+from redgrape.data.table import Cells, Table, of_rows
 from redgrape.data.user_data import of_table
 from redgrape.errors import DataError, install
 

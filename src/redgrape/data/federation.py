@@ -20,7 +20,7 @@ from redgrape.errors import DataError
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from redgrape.data.table import Columns
+    from redgrape.data.columns import Columns
 
     Rows = NDArray[np.int64]
 

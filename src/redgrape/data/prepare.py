@@ -24,12 +24,13 @@ from pydantic import (
 
 from redgrape.data import longtail
 from redgrape.data.augment import Augment
+from redgrape.data.columns import Columns, Roles
 from redgrape.data.examples import WHITE, Examples, Pixels
 from redgrape.data.federation import Federation, Groups
 from redgrape.data.images import LARGEST_SIDE
 from redgrape.data.partition import check_kind, client_names, partition
 from redgrape.data.sources import AS_THEY_ARE, READERS, Source, load
-from redgrape.data.table import SUFFIXES, Columns, Roles, is_table, not_read
+from redgrape.data.table import SUFFIXES, is_table, not_read
 from redgrape.errors import ConfigError, DataError, unknown
 from redgrape.validation import LARGEST, as_tuple
 

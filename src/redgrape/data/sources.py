@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from redgrape import own_code
-from redgrape.data import table
+from redgrape.data import columns, table
 from redgrape.data.examples import Examples, Pixels
 from redgrape.data.longtail import choose
 from redgrape.errors import ConfigError, DataError, StorageError, install, unknown
@@ -47,7 +47,7 @@ class Source:
     test: Examples
     class_names: list[str]
     clients: NDArray[Any] | None = None
-    raw: table.Raw | None = None
+    raw: columns.Raw | None = None
     test_clients: NDArray[Any] | None = None
 
 
@@ -160,7 +160,7 @@ def load(
     seed: int = 0,
     image_size: int | None = None,
     letterbox: bool = False,
-    roles: table.Roles | None = None,
+    roles: columns.Roles | None = None,
 ) -> Source:
     """The data called `source`: a public set, or the path of a folder of images, an .npz file (see user_data.py) or a
     table.
@@ -190,7 +190,7 @@ def load(
         if image_size is not None or letterbox:
             name = "letterbox" if image_size is None else "image_size"
             raise ConfigError(f"{name} is for folders of images, but {source} is a table; leave it out")
-        return user_data.of_table(table.read(path), roles or table.Roles(), seed, path.stem)
+        return user_data.of_table(table.read(path), roles or columns.Roles(), seed, path.stem)
     return user_data.load(path, data_root(root), seed=seed, image_size=image_size, letterbox=letterbox)
 
 

@@ -16,11 +16,12 @@ from typing import TYPE_CHECKING, Any, BinaryIO, cast
 import numpy as np
 
 from redgrape.data import images
+from redgrape.data.columns import Roles, raw
 from redgrape.data.examples import Examples
 from redgrape.data.federation import check_class_names
 from redgrape.data.longtail import choose
 from redgrape.data.sources import Source, one_line
-from redgrape.data.table import SUFFIXES, Roles, Table, is_table, not_read, raw
+from redgrape.data.table import SUFFIXES, Table, is_table, not_read
 from redgrape.errors import ConfigError, DataError, did_you_mean
 from redgrape.runs import durable
 

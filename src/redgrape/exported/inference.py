@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from redgrape.data import images, user_data
+from redgrape.data.columns import Columns
 from redgrape.data.examples import Examples
 from redgrape.data.federation import Groups
-from redgrape.data.table import Columns, Table, is_table, listed, not_read, read
+from redgrape.data.table import Table, is_table, listed, not_read, read
 from redgrape.errors import DataError
 from redgrape.exported.model import Model
 from redgrape.learning import evaluation, sums

@@ -16,8 +16,9 @@ from pydantic import BaseModel, Field, ValidationError, model_validator
 from torch import Tensor
 
 from redgrape import nets, own_code, tree
+from redgrape.data.columns import Columns
 from redgrape.data.examples import WHITE, Examples, Pixels
-from redgrape.data.table import Columns, listed, of_frame
+from redgrape.data.table import listed, of_frame
 from redgrape.determinism import same_bits_everywhere
 from redgrape.errors import ConfigError, DataError, needed
 from redgrape.learning.calibration import Calibration

@@ -107,7 +107,8 @@ def _agreement(options: argparse.Namespace) -> dict[str, object]:
 
 def _table_agreement(like: Path, options: argparse.Namespace) -> dict[str, object]:
     """The columns of a sample table, with all their categories."""
-    from redgrape.data.table import Roles, raw, read
+    from redgrape.data.columns import Roles, raw
+    from redgrape.data.table import read
     from redgrape.deploy.setup.folder import DataAgreement
 
     rows = raw(read(like), Roles(options.label, drop=_listed(options.drop), categorical=_listed(options.categorical)))

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
+from redgrape.data.columns import Columns
 from redgrape.data.examples import Examples, Pixels
 from redgrape.data.federation import Declared
-from redgrape.data.table import Columns
 from redgrape.deploy.protocol import inputs, own_parts
 from redgrape.deploy.protocol.asking import Sites
 from redgrape.deploy.protocol.engine import FlowerEngine

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from redgrape.data.columns import LARGEST, Column, Columns
 from redgrape.data.examples import Examples
-from redgrape.data.table import LARGEST, Column, Columns
 from redgrape.exchange import fixed_point
 from redgrape.exchange.checks import MOST_EXAMPLES, UpdateRejected
 from redgrape.runs.embedded import embedder, for_encoder

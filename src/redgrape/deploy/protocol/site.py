@@ -24,9 +24,9 @@ from pydantic import ValidationError
 
 import redgrape
 from redgrape import tree
+from redgrape.data.columns import Columns
 from redgrape.data.examples import Examples
 from redgrape.data.prepare import augmentation
-from redgrape.data.table import Columns
 from redgrape.deploy.protocol import admission, inputs, messages, own_parts
 from redgrape.deploy.protocol.admission import NotAllowed
 from redgrape.deploy.protocol.known_federation import PartialFederation

@@ -33,7 +33,7 @@ from pydantic import (
     model_validator,
 )
 
-from redgrape.data.table import Column, Columns
+from redgrape.data.columns import Column, Columns
 from redgrape.errors import ConfigError
 from redgrape.runs import durable
 from redgrape.validation import as_tuple, one_line, short
