@@ -114,7 +114,7 @@ def test_commands_parse(page: Path) -> None:
 @by_page
 def test_commands_describe_experiments_that_can_be(page: Path) -> None:
     """What run, compare and data show set is accepted, down to the methods' hyper-parameters."""
-    from redgrape.cli.commands import training
+    from redgrape.cli import execution
 
     for command in commands(page):
         arguments = shlex.split(command)[1:]
@@ -123,13 +123,13 @@ def test_commands_describe_experiments_that_can_be(page: Path) -> None:
         options = parser.build().parse_args(arguments)
         if options.experiment is not None:
             options.experiment = ROOT / options.experiment
-        values = training.described(options)
+        values = execution.described(options)
         shared = values.get("method", {})
         specs = getattr(options, "methods", [shared.get("name", "redgrape")])
         for spec in specs:
             absolute = str(ROOT / spec) if spec.endswith(".py") else spec
             chosen = {**values, "method": dict(shared)}
-            training.with_method(chosen, absolute)
+            execution.with_method(chosen, absolute)
             Experiment.parse(chosen)
 
 

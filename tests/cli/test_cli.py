@@ -25,7 +25,7 @@ import redgrape
 from redgrape.cli import flags, parser
 from redgrape.cli import main as cli
 from redgrape.cli.commands import training as training_commands
-from redgrape.cli.commands.training import run_name
+from redgrape.cli.execution import run_name
 from redgrape.errors import BusyError, TooFewClients
 from redgrape.reading import method_index
 from redgrape.reading.run_tables import cell, mean_std

@@ -7,7 +7,7 @@ import json
 import sys
 from typing import Any
 
-from redgrape.cli.commands.training import described
+from redgrape.cli.execution import described
 from redgrape.errors import ConfigError
 from redgrape.reading.judged import notes
 from redgrape.reading.terminal import paragraph, printable

@@ -179,7 +179,7 @@ def site(options: argparse.Namespace) -> None:
 def run(options: argparse.Namespace) -> None:
     """Run an experiment on the sites."""
     require_flower()
-    from redgrape.cli.commands.training import finish, print_plan, run_name
+    from redgrape.cli.execution import finish, print_plan, run_name
     from redgrape.cli.progress import Progress
     from redgrape.deploy.processes import submission
     from redgrape.deploy.processes.simulated import SimulatedDeployment
@@ -247,7 +247,7 @@ def _link(deployment: Deployment, simulated_data: Path | None) -> Iterator[tuple
 
 def _values(options: argparse.Namespace, default: Path) -> dict[str, Any]:
     """The values of the experiment. Hyper-parameters of the deployment's method do not apply to other methods."""
-    from redgrape.cli.commands.training import described
+    from redgrape.cli.execution import described
     from redgrape.runs.experiment import read_toml
 
     name = getattr(options, "set:method.name")

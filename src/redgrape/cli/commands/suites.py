@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from redgrape.cli.commands.training import carry_out, command_of, described, present_of, raise_first, run_of, workers_of
+from redgrape.cli.execution import carry_out, command_of, described, present_of, raise_first, run_of, workers_of
 from redgrape.cli.main import ending_at_signals
 from redgrape.cli.publish import publish
 from redgrape.errors import BusyError, ConfigError, DataError, Diverged, RedgrapeError, StorageError, TooFewClients
