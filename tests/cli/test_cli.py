@@ -290,7 +290,7 @@ def test_compare(command: Command, toml: Path, tmp_path: Path) -> None:
     assert (tmp_path / "cmp" / "per_class.png").read_bytes().startswith(PNG)
     lines = outcome.err.splitlines()
     assert ["note: privacy, redgrape" in line for line in lines] == [False] * 12 + [True]  # once for both seeds
-    assert lines[-1].endswith("(1 more runs disclosed the like)")
+    assert lines[-1].endswith("(and 1 more of these runs)")
     assert [line.rpartition(": ")[2] for line in lines if line.startswith("run ")] == [
         f"{method}, seed {seed}" for method in ("fedavg", "redgrape:lam=0.2,norm=per_tensor") for seed in (0, 1)
     ]

@@ -135,7 +135,8 @@ def test_workers_take_turns_on_the_gpus(workers: int, on_each: list[int], share:
 
     class Process:
         def __init__(self, *, args: tuple[Any, ...], **_: Any) -> None:
-            started.append((next(a for a in args if isinstance(a, torch.device)), args[3]))
+            *_, sent, sharing = args
+            started.append((sent.device, sharing))
 
         def start(self) -> None: ...
 
