@@ -941,7 +941,9 @@ def test_what_was_interrupted_among_several_runs_goes_on_by_the_same_command(
         raise KeyboardInterrupt
 
     for module in (training, suites):
-        monkeypatch.setattr(module, "described" if words[0] != "reproduce" else "workers_of", interrupted)
+        monkeypatch.setattr(module, "described", interrupted)
+    if words[0] == "reproduce":  # it describes nothing
+        monkeypatch.setattr(suites, "workers_of", interrupted)
     outcome = command(*words)
     assert outcome.code == 130
     assert outcome.err.startswith("redgrape: interrupted; run the same command to continue from the last")

@@ -658,7 +658,7 @@ def test_evaluations_at_the_sites_keep_to_the_floor(tmp_path: Path, federated: F
     assert test["balanced"] == sum(known) / 3 and math.isfinite(test["loss"])
     told = " ".join(in_words(disclosed(RunView.read(folder.path)))["the server"])
     assert "of each site, by 2 evaluations there, how many test examples of which class" in told
-    assert "from 8 examples for training on" in told
+    assert "for classes with at least 8 examples for training" in told
     assert cli.run(["show", str(folder.path)]) == 0
     assert cli.run(["show", str(folder.path), "--json"]) == 0
     assert cli.run(["report", str(folder.path), "--out", str(tmp_path / "report")]) == 0

@@ -789,7 +789,7 @@ def test_the_privacy_report_tells_of_summed_class_counts_and_evaluations(tmp_pat
     words = " ".join(in_words(disclosed(RunView.read(folder.path)))["the server"])
     asked = "Before the first round each client was asked for its class_counts."
     assert f"of all sites together, and of none by itself: {asked}" in words
-    assert "of all sites together, by 1 evaluation there" in words and "for training on" not in words
+    assert "of all sites together, by 1 evaluation there" in words and "examples for training" not in words
     method = {"name": "redgrape", "prototype_weights": "count"}
     floor = {"min_count": 8}
     folder, _ = _run(deployment, FakeGrid(deployment, sites), "b", rounds=1, method=method, exchange=floor)

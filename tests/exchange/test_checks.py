@@ -26,7 +26,7 @@ from redgrape.engines.in_process import InProcess
 from redgrape.engines.pool import Pool
 from redgrape.errors import Diverged, TooFewClients
 from redgrape.exchange import ClassRows, Count, Direction, Parts, Statistics, Sum
-from redgrape.exchange.checks import Inspection, UpdateRejected
+from redgrape.exchange.checks import UNDECLARED, Inspection, UpdateRejected
 from redgrape.exchange.parts import class_rows, described
 from redgrape.exchange.plausible import Measures, check_variance, longest_feature, measured, most, outliers
 from redgrape.learning.features import never_negative
@@ -319,7 +319,7 @@ def test_every_method_describes_its_updates(name: str) -> None:
     for k, answer in answers:
         assert tree.flatten(answer.update).keys() == described(parts).keys()
         checked(answer.update, parts, declared(k), model)
-        checked(answer.update, parts, None, model)
+        checked(answer.update, parts, UNDECLARED, model)
     assert bool(class_rows(parts)) == (name in ("redgrape", "creff", "fednh", "rucr"))
 
 
@@ -446,7 +446,7 @@ def test_reasons() -> None:
         with pytest.raises(UpdateRejected) as caught:
             checked(spoiled, parts, declared(1), model)
         assert str(caught.value) == reason
-    checked({**update, "count": torch.tensor(13)}, parts, None, model)  # nothing was declared
+    checked({**update, "count": torch.tensor(13)}, parts, UNDECLARED, model)
 
 
 # What happens to the run
