@@ -296,6 +296,14 @@ def test_what_does_not_fit_together_is_refused_before_data_is_read(values: dict[
     assert len(str(caught.value).splitlines()) == 1
 
 
+@pytest.mark.parametrize(
+    "net", [{"name": "resnet_like.py:net"}, {"name": "timm:vit_tiny_patch16_224", "frozen": False}]
+)
+def test_a_net_of_another_kind_may_train_with_batches_of_one(net: dict[str, Any]) -> None:
+    """Whether it has BatchNorm is seen once it is built."""
+    Experiment.parse({"net": net, "method": {"name": "fedavg", "batch_size": 1}})
+
+
 @pytest.mark.parametrize("key", sorted(key for key in FIELDS if ":" not in key or key.startswith("redgrape:")))
 def test_the_line_tells_key_value_and_what_is_allowed(key: str) -> None:
     dice = random.Random(key)

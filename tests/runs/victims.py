@@ -31,7 +31,7 @@ import redgrape.cli.commands.training
 from redgrape import engines
 from redgrape.cli import main as cli
 from redgrape.engines import in_process, pool
-from redgrape.runs import folder, run
+from redgrape.runs import checkpoints, folder, run
 from redgrape.training import Training
 
 STAGES = [
@@ -89,7 +89,7 @@ def mark_all() -> None:
         mark(engine, "evaluate", "evaluating")
     mark(folder.RunFolder, "append", "writing metrics")
     mark(folder.RunFolder, "save", "writing checkpoint")
-    mark(folder.RunFolder, "_remove_unused_states", "removing old files")
+    mark(checkpoints.Checkpoints, "_remove_unused_states", "removing old files")
     mark(folder.RunFolder, "write_summary", "writing summary")
 
 

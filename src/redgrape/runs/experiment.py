@@ -240,7 +240,8 @@ class Experiment(BaseModel):
                 "one out with data.auxiliary=32 (per class)"
             )
         is_resnet = self.net.name.startswith("resnet") and not own_code.is_own(self.net.name)
-        if method.batch_size == 1 and is_resnet and not method.freeze_encoder:
+        has_batchnorm = is_resnet or (self.net.name == pretrained.LITE0 and not self.net.is_frozen)
+        if method.batch_size == 1 and has_batchnorm and not method.freeze_encoder:
             raise ConfigError(
                 f"method.batch_size is 1, but BatchNorm in net '{self.net.name}' has no statistics for a single "
                 "example; choose at least 2"
