@@ -45,7 +45,7 @@ from redgrape.rounds import PLAIN, RunState, exchanged
 from redgrape.runs.experiment import Experiment
 from redgrape.runs.folder import RunFolder
 from redgrape.runs.run import Run
-from redgrape.testing import cases, clauses
+from redgrape.testing import cases, comparing
 from redgrape.testing import engines as testing_engines
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -390,11 +390,11 @@ def test_noise_keeps_the_contract() -> None:
     """A second run, and one resumed after any round, have the same bits; any clients may be missing."""
     run = partial(cases.run, cases.small(RedGrape()), replace(cases.named_net("mlp"), exchange=NOISY))
     straight = run()
-    clauses.must_equal(straight, run(), "a second run")
+    comparing.must_equal(straight, run(), "a second run")
     for state in straight[:-1]:
         stored = RunState(state.round, tree.from_bytes(tree.to_bytes(state.server)), state.clients)
-        clauses.must_equal(straight[state.round :], run(start=stored), f"the run resumed after round {state.round}")
-    clauses.check_accepted(run(partial(testing_engines.Dropping, keep=[1])), "one answer a round")
+        comparing.must_equal(straight[state.round :], run(start=stored), f"the run resumed after round {state.round}")
+    comparing.check_accepted(run(partial(testing_engines.Dropping, keep=[1])), "one answer a round")
 
 
 # Epsilon

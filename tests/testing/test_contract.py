@@ -22,7 +22,7 @@ from redgrape.methods.logit_adjustment import LogitAdjustment
 from redgrape.methods.redgrape import RedGrape
 from redgrape.rounds import exchanged
 from redgrape.testing.cases import Case, float64_net, run, server_site, small
-from redgrape.testing.clauses import check_accepted, crossing, must_equal
+from redgrape.testing.comparing import check_accepted, crossing, must_equal
 from redgrape.testing.engines import Reversed
 
 

@@ -10,7 +10,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,13 +18,11 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from redgrape import nets, tree
-from redgrape.determinism import same_bits_everywhere
 from redgrape.engines.in_process import InProcess
 from redgrape.engines.pool import Pool
 from redgrape.exchange import Exchange
-from redgrape.method import ClientId, Method
-from redgrape.nets.net import Net
-from redgrape.rounds import PLAIN, InMemory, RunState, exchanged, first_state, sample_clients, survey_like
+from redgrape.method import Method
+from redgrape.rounds import PLAIN, InMemory, RunState, exchanged, survey_like
 from redgrape.testing.cases import (
     CLASSES,
     IMAGE,
@@ -38,8 +36,8 @@ from redgrape.testing.cases import (
     server_site,
     small,
 )
+from redgrape.testing.comparing import Passed, check_accepted, check_model, crossing, must_be_close, must_equal, same
 from redgrape.testing.engines import SPOILERS, Dropping, Reversed, Spoiling, Summing, kind
-from redgrape.tree import Tensors, Tree
 
 CHECKS: dict[str, Callable[..., None]] = {}
 
@@ -123,7 +121,7 @@ def leaves_are_named_tensors(method: Method) -> None:
         tree.check_leaves(passed.tree, passed.what)
         again = tree.flatten(tree.from_bytes(tree.to_bytes(passed.tree)))
         for name, t in tree.flatten(passed.tree).items():
-            if name not in again or not _same(again[name], t):
+            if name not in again or not same(again[name], t):
                 raise AssertionError(f"{passed.what}: '{name}' does not survive a passage through bytes")
 
 
@@ -370,36 +368,6 @@ def a_survey_of_nothing_is_zero(method: Method) -> None:
             raise AssertionError(f"client {k}'s answer to the survey has other names or shapes than an empty client's")
 
 
-def crossing(method: Method, case: Case | None = None) -> Iterator[Passed]:
-    """A run taken apart: every tree as soon as the method has made it, before anything checks it."""
-    case = case or Case()
-    half, site = client_half(method, case), server_site(case)
-    server = first_state(method, InProcess(half), site, case.eligible).server
-    yield Passed("server", "the server's first state", server)
-    kept: dict[ClientId, Tree] = {}
-    for t in range(1, case.rounds + 1):
-        here = replace(site, round=t)
-        broadcast = method.broadcast(server)
-        yield Passed("broadcast", f"the broadcast of round {t}", broadcast)
-        updates: dict[ClientId, Tree] = {}
-        for k in sample_clients(case.eligible, case.clients_per_round, SEED, t):
-            updates[k], kept[k], _ = half.run(k, broadcast, kept.get(k), t)
-            yield Passed("update", f"client {k}'s update of round {t}", updates[k])
-            yield Passed("state", f"client {k}'s state after round {t}", kept[k])
-        with same_bits_everywhere():
-            received = case.exchange.receive(updates, method.parts(broadcast["model"], here), here)
-            server = method.server_update(server, received, here)
-        yield Passed("server", f"the server's state after round {t}", server)
-
-
-class Passed(NamedTuple):
-    """A tree on its way from one half of a method to the other."""
-
-    kind: Literal["server", "broadcast", "update", "state"]
-    what: str
-    tree: Tree
-
-
 def _attributes(method: Method) -> dict[str, Any]:
     """The attributes of the instance and of its classes below Method, in a form that can be compared later."""
     instance = {**vars(method), **(method.__pydantic_private__ or {})}
@@ -417,53 +385,8 @@ def _comparable(value: Any) -> Any:
         return id(value)
 
 
-def _same(a: Tensor, b: Tensor) -> bool:
-    return tree.equal({"t": a}, {"t": b})
-
-
-def must_equal(expected: Sequence[RunState], found: Sequence[RunState], what: str) -> None:
-    for a, b in zip(expected, found, strict=True):
-        ours, theirs = _flat(a), _flat(b)
-        for name in sorted(ours.keys() | theirs.keys()):
-            if name not in ours or name not in theirs or not _same(ours[name], theirs[name]):
-                raise AssertionError(f"'{name}' differs after round {a.round} in {what}")
-
-
-def _flat(state: RunState) -> Tensors:
-    return tree.flatten({"server": state.server, **{f"client {k}": s for k, s in state.clients.items()}})
-
-
-def check_accepted(states: Sequence[RunState], what: str) -> None:
-    """Every update was accepted. `rounds` itself stops at a server state that is not finite."""
-    for state in states:
-        for client, reason in state.record["rejected"].items():
-            raise AssertionError(f"with {what}, client {client}'s update of round {state.round}: {reason}")
-
-
-def check_model(server: Tree, net: Net, what: str) -> None:
-    """server["model"] has the names, shapes and dtypes of the net's state."""
-    expected = net.state_dict()
-    model = server.get("model", {})
-    if wrong := sorted(expected.keys() ^ model.keys()):
-        raise AssertionError(f"{what}: server['model'] and build() do not both have '{wrong[0]}'")
-    for name, t in expected.items():
-        if model[name].dtype != t.dtype or model[name].shape != t.shape:
-            raise AssertionError(
-                f"{what}: '{name}' is {model[name].dtype} {tuple(model[name].shape)}, not {t.dtype} {tuple(t.shape)}"
-            )
-
-
 def _memory(t: Tensor) -> int:
     return t.untyped_storage().data_ptr()
-
-
-def must_be_close(expected: Tensors, found: Tensors, what: str) -> None:
-    """To rounding in double precision."""
-    for name in sorted(expected.keys() | found.keys()):
-        if name not in expected or name not in found or kind(expected[name]) != kind(found[name]):
-            raise AssertionError(f"{what} has another '{name}' than the one made from updates")
-        if not torch.allclose(expected[name].double(), found[name].double(), rtol=1e-7, atol=1e-9):
-            raise AssertionError(f"{what} differs in '{name}' from the one made from updates")
 
 
 @contextmanager
