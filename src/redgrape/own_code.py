@@ -19,7 +19,7 @@ from typing import Any
 from redgrape.errors import ConfigError, DataError
 from redgrape.runs import durable
 
-ANYTHING = (Exception, SystemExit)  # what a module may raise when it is imported
+ANYTHING = (Exception, SystemExit)  # what own code may raise
 FILE_PREFIX = "redgrape_own_file_"
 _NAME = re.compile(r"(?P<home>.+\.py|[A-Za-z_][A-Za-z0-9_.]*):(?P<function>[A-Za-z_][A-Za-z0-9_]*)", re.DOTALL)
 

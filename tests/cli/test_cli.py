@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -1119,6 +1120,21 @@ def test_the_public_names() -> None:
 
 def test_dir_offers_the_public_names() -> None:
     assert [name for name in dir(redgrape) if not name.startswith("_")] == sorted(redgrape.__all__)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_method_that_exits_ends_no_run_silently(command: Command, tmp_path: Path, toml: Path, workers: int) -> None:
+    """A mistake in its code, like any other: with a traceback to its line, and not as if the run were done."""
+    mine = tmp_path / "mine.py"
+    mine.write_text(
+        "import sys\nfrom redgrape.methods.fedavg import FedAvg\nclass Exits(FedAvg):\n"
+        "    def client_update(self, broadcast, state, site):\n        sys.exit()\n"
+    )
+    with pytest.raises(RuntimeError) as told:
+        command("run", toml, "--method", mine, "--workers", workers, "--out", "r")
+    shown = "".join(traceback.format_exception(told.value))
+    assert "in client_update" in shown
+    assert "SystemExit" in shown
 
 
 def test_an_edited_method_file_is_another_method(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -546,9 +547,15 @@ class AssignsToSelf(FedAvg):
         return super().client_update(broadcast, state, site)
 
 
+class Exits(FedAvg):
+    def client_update(self, broadcast, state, site):
+        sys.exit("done")
+
+
 @pytest.mark.parametrize(
     ("crashing", "words"),
     [
+        (Exits, r"Exits.client_update raises SystemExit: done \(.*, in client_update\)"),
         (AssignsToSelf, r"AssignsToSelf.client_update raises ValidationError: last: Instance is frozen \(.*:\d+, in"),
         (ReturnsNone, r"ReturnsNone cannot run: .*client_update returns a NoneType; it must return \(update, state\)"),
         (BroadcastsNumber, r"BroadcastsNumber cannot run: .*the broadcast/rate is a float; leaves must be tensors"),

@@ -54,7 +54,7 @@ def _run(arguments: list[str]) -> int:
     try:
         try:
             options = parser.build().parse_args(words)
-            with enough_memory():
+            with enough_memory(), no_exit():
                 options.command(options)
         finally:
             sys.stdout.flush()  # here, so that errors are still reported
@@ -78,6 +78,15 @@ def _run(arguments: list[str]) -> int:
         print(f"redgrape: {_one_line(error)}", file=sys.stderr)
         return StorageError.exit_code
     return 0
+
+
+@contextmanager
+def no_exit() -> Iterator[None]:
+    """No command exits by itself, so it was a user's own code. It must not end the command silently, or as if done."""
+    try:
+        yield
+    except SystemExit as error:
+        raise RuntimeError(f"a method, or other own code, called sys.exit({error.code!r})") from error
 
 
 class _Terminated(KeyboardInterrupt):

@@ -32,6 +32,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 
+from redgrape import own_code
 from redgrape.data.federation import ClientData, Federation
 from redgrape.engines import Answer, ClientHalf, Engine, Lost, Split
 from redgrape.engines.devices import near
@@ -380,7 +381,7 @@ def _serve(connection: Connection[Any, Any], inbox: Mailbox, outbox: Mailbox, ha
                 connection.send(("answer", outbox.write(answer)))
         except RedgrapeError as error:
             connection.send(("refused", error))
-        except Exception:
+        except own_code.ANYTHING:
             connection.send(("error", traceback.format_exc()))
 
 

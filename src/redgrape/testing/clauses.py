@@ -22,6 +22,7 @@ from redgrape.engines.in_process import InProcess
 from redgrape.engines.pool import Pool
 from redgrape.exchange import Exchange
 from redgrape.method import Method
+from redgrape.own_code import ANYTHING
 from redgrape.rounds import PLAIN, InMemory, RunState, exchanged, survey_like
 from redgrape.testing.cases import (
     CLASSES,
@@ -49,7 +50,7 @@ def clause(check: Callable[..., None]) -> Callable[..., None]:
     def checked(method: Method, *options: Any) -> None:
         try:
             check(small(method), *options)
-        except Exception as error:
+        except ANYTHING as error:
             words = _sentence(error, _own_line(method, error))
             raise AssertionError(f"{type(method).__name__} breaks '{check.__name__}': {words}") from error
 
@@ -61,7 +62,7 @@ def check_runs(method: Method) -> None:
     """Raise AssertionError if an ordinary run raises. No clause is to blame for that."""
     try:
         run(small(method))
-    except Exception as error:
+    except ANYTHING as error:
         own = {c.__module__ for c in itertools.takewhile(lambda c: c is not Method, type(method).__mro__)}
         frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
         called = [frame.f_code.co_name for frame in frames if frame.f_globals.get("__name__") in own]
@@ -70,7 +71,7 @@ def check_runs(method: Method) -> None:
         raise AssertionError(f"{type(method).__name__}{where} {words}") from error
 
 
-def _own_line(method: Method, error: Exception) -> str:
+def _own_line(method: Method, error: BaseException) -> str:
     """The last line of the method's own file that the error came through, else of the methods that it builds on."""
     frames = list(traceback.walk_tb(error.__traceback__))
     for c in itertools.takewhile(lambda c: c is not Method, type(method).__mro__):
@@ -80,7 +81,7 @@ def _own_line(method: Method, error: Exception) -> str:
     return ""
 
 
-def _sentence(error: Exception, own_line: str) -> str:
+def _sentence(error: BaseException, own_line: str) -> str:
     """The first line of what was raised, with the last where the first only announces it; if the method raised it, its
     type and where."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
