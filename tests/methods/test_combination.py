@@ -137,6 +137,7 @@ def test_defaults_are_those_of_the_part_that_sets_them() -> None:
         ("vine+nothing", "unknown method 'nothing'"),
         ("vine+", "unknown method ''"),
         ("vine+mine.py", "let its class inherit from that of 'vine' instead"),
+        ("mine.py+fedprox", "let its class inherit from that of 'fedprox' instead"),
         ("vine+vine", "'vine' is named twice"),
     ],
 )

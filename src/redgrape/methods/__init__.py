@@ -37,15 +37,15 @@ def is_known(name: object) -> bool:
 def load(name: str) -> type[Method]:
     """The class of a method by its name, or of your own method by its file: `load("redgrape")`, `load("mine.py")`,
     `load("vine+balanced_softmax")`."""
-    if name.endswith(".py"):
-        joined = name.split("+", maxsplit=1)[0]
-        if joined in names():
-            raise ConfigError(f"'{name}' combines with a file; let its class inherit from that of '{joined}' instead")
+    parts = name.split("+")
+    if name.endswith(".py") and parts[0] not in names():
         return _only_method(own_code.from_file(Path(name), "method"), name)
-    if "+" in name:
+    if file := next((part for part in parts if part.endswith(".py")), None):
+        other = next(part for part in parts if part != file)
+        raise ConfigError(f"'{name}' combines with a file; let its class inherit from that of '{other}' instead")
+    if len(parts) > 1:
         from redgrape.methods._combination import combined
 
-        parts = name.split("+")
         if twice := next((part for part in parts if parts.count(part) > 1), None):
             raise ConfigError(f"method '{name}': '{twice}' is named twice; name it once")
         return combined({part: load(part) for part in parts})
