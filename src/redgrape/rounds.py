@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from redgrape import determinism, tree
 from redgrape.data.examples import Examples
@@ -137,7 +138,7 @@ def rounds(
                     **received.record(),
                     "bytes_down": len(sampled) * tree.num_bytes(broadcast),
                     "bytes_up": received.num_bytes(),
-                    **{name: value.tolist() for name, value in method.log(server, received).items()},
+                    **_logged(method.log(server, received)),
                 }
                 new = {k: s for k, s in answers.states.items() if k in received.clients}
                 state = RunState(t, server, clients.updated(new) if new else clients, record)
@@ -147,6 +148,14 @@ def rounds(
 def _checked(given: Tree, what: str) -> Tree:
     tree.check_leaves(given, what)
     return given
+
+
+def _logged(log: Mapping[str, Tensor]) -> dict[str, Any]:
+    """What a method's log adds to the record of a round."""
+    tree.check_leaves(log, "the log")
+    if taken := sorted(set(RECORD) & set(log)):
+        raise ValueError(f"the log has '{taken[0]}', which each record of a round has already; choose another name")
+    return {name: value.tolist() for name, value in log.items()}
 
 
 # The keys of a round's record, the same for every method. A method may add more with `log`.

@@ -552,10 +552,22 @@ class Exits(FedAvg):
         sys.exit("done")
 
 
+class LogsNumber(FedAvg):
+    def log(self, server, received):
+        return {"heard": len(received.clients)}
+
+
+class LogsTaken(FedAvg):
+    def log(self, server, received):
+        return {"train_loss": torch.tensor(0.0)}
+
+
 @pytest.mark.parametrize(
     ("crashing", "words"),
     [
         (Exits, r"Exits.client_update raises SystemExit: done \(.*, in client_update\)"),
+        (LogsNumber, r"LogsNumber cannot run: TypeError: the log/heard is a int; leaves must be tensors"),
+        (LogsTaken, r"LogsTaken cannot run: ValueError: the log has 'train_loss', which each record"),
         (AssignsToSelf, r"AssignsToSelf.client_update raises ValidationError: last: Instance is frozen \(.*:\d+, in"),
         (ReturnsNone, r"ReturnsNone cannot run: .*client_update returns a NoneType; it must return \(update, state\)"),
         (BroadcastsNumber, r"BroadcastsNumber cannot run: .*the broadcast/rate is a float; leaves must be tensors"),
