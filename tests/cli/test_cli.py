@@ -1137,6 +1137,13 @@ def test_a_method_that_exits_ends_no_run_silently(command: Command, tmp_path: Pa
     assert "SystemExit" in shown
 
 
+def test_what_a_method_was_written_from_is_not_told_of_those_that_build_on_it(command: Command, tmp_path: Path) -> None:
+    mine = tmp_path / "mine.py"
+    mine.write_text("from redgrape.methods.fedavg import FedAvg\nclass Mine(FedAvg):\n    pass\n")
+    assert "fidelity: not stated" in good(command("methods", mine)).out
+    assert good(command("methods", mine, "--json")).json()["fidelity"] == ""
+
+
 def test_an_edited_method_file_is_another_method(
     command: Command, tmp_path: Path, toml: Path, remembering: Path
 ) -> None:

@@ -108,9 +108,10 @@ def methods(options: argparse.Namespace) -> None:
         }
         for name, field in method.model_fields.items()
     }
+    fidelity = vars(method).get("fidelity", "")  # that of a base is not about this method
     if options.json:
         presets = {name: dict(values) for name, values in method.presets.items()}
-        facts = {"name": options.name, "fidelity": method.fidelity, "hyper_parameters": fields, "presets": presets}
+        facts = {"name": options.name, "fidelity": fidelity, "hyper_parameters": fields, "presets": presets}
         print(json.dumps(run_view.plain(facts)))
         return
     about = method.__doc__ if "+" in options.name else sys.modules[method.__module__].__doc__
@@ -121,7 +122,7 @@ def methods(options: argparse.Namespace) -> None:
     for name, values in method.presets.items():
         settings = ", ".join(f"{key}={_shown(value)}" for key, value in values.items()) or "the defaults"
         print(paragraph(f"preset {name}: {settings}", "  "))
-    print(paragraph(f"fidelity: {method.fidelity or 'not stated'}", "  "))
+    print(paragraph(f"fidelity: {fidelity or 'not stated'}", "  "))
 
 
 def _hanging(text: str) -> str:
