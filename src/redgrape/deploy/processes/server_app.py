@@ -16,6 +16,7 @@ from typing import Any
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
+from redgrape import own_code
 from redgrape.deploy.processes.deployed_run import at_sites
 from redgrape.deploy.processes.supervision import DEPLOYMENT, identity
 from redgrape.deploy.setup.folder import Deployment
@@ -60,7 +61,7 @@ def main(grid: Grid, context: Context) -> None:
     except RedgrapeError as error:
         journal.write(state="failed", message=str(error), exit_code=error.exit_code)
         raise
-    except Exception as error:  # a killed process writes nothing: `redgrape deploy run` then goes on
+    except own_code.ANYTHING as error:  # a killed process writes nothing: `redgrape deploy run` then goes on
         journal.say(traceback.format_exc())
         words = " ".join(str(error).split())[:300]
         journal.write(state="failed", message=f"{type(error).__name__}: {words}", exit_code=1)
