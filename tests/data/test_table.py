@@ -297,6 +297,8 @@ def test_what_cannot_be_a_table_is_refused(tmp_path: Path) -> None:
         loaded(path, drop=["nose"])
     with pytest.raises(DataError, match="no row has '9' in column 'fold'"):
         loaded(path, test="fold=9")
+    with pytest.raises(DataError, match=r"it has x, y$"):  # a missing value is none of them
+        rg.data.load({"age": [1, 2, 3], "kind": [0, 1, 1], "part": [None, "x", "y"]}, label="kind", test="part=z")
     with pytest.raises(ConfigError, match="a table cannot be used here"):
         user_data.load(path, tmp_path, seed=0)
     path.write_bytes(b"age,kind\n\xff,a\n")

@@ -38,6 +38,13 @@ def test_the_temperature_of_the_labels_is_found(true: float) -> None:
     assert metrics.log_loss(y, p.numpy()) <= metrics.log_loss(y, (z / (found * 1.03)).softmax(dim=1).numpy())
 
 
+def test_logits_that_are_thirty_times_too_large_get_a_temperature_of_thirty() -> None:
+    """A head that is fitted to few examples of many features, as by `fit`, has such logits."""
+    z, y = drawn(4, 4000, 0)
+    found = calibration.best_temperature(calibration.losses(30 * z, y, torch.ones(4, dtype=torch.float64)))
+    assert found == pytest.approx(30, rel=0.1)
+
+
 def test_losses_are_those_of_scikit_learn_with_weights() -> None:
     z, y = drawn(3, 200, 1)
     weights = torch.tensor([0.2, 1.0, 3.0], dtype=torch.float64)

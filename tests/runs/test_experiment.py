@@ -438,9 +438,16 @@ def test_a_file_that_is_no_toml_is_refused(tmp_path: Path, content: bytes, words
 
 
 def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
-    for path in (tmp_path / "missing.toml", tmp_path):
-        with pytest.raises(ConfigError, match="cannot read the experiment"):
-            Experiment.read(path)
+    with pytest.raises(ConfigError, match="cannot read the experiment"):
+        Experiment.read(tmp_path / "missing.toml")
+
+
+@pytest.mark.parametrize("name", ["photos", "patients.csv", "series.npz"])
+def test_data_in_place_of_an_experiment_is_refused_with_its_flag(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    path.mkdir() if name == "photos" else path.write_bytes(b"a;b\n1;2\n")
+    with pytest.raises(ConfigError, match=f"no experiment file .*; name data as --data {path}"):
+        Experiment.read(path)
 
 
 def test_an_empty_file_is_the_default_and_a_byte_order_mark_is_no_matter(tmp_path: Path) -> None:

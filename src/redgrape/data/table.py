@@ -121,9 +121,8 @@ class Table:
             cells, value = self[column], test.removeprefix(f"{column}=")
             chosen = [word == value for word in cells.values]
             if not any(chosen):
-                raise DataError(
-                    f"{self.where}: no row has '{value}' in column '{column}'; it has {listed(cells.values)}"
-                )
+                known = listed(filter(None, cells.values))
+                raise DataError(f"{self.where}: no row has '{value}' in column '{column}'; it has {known}")
         return np.flatnonzero(np.array(chosen)[cells.codes])
 
 

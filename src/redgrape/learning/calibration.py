@@ -23,7 +23,8 @@ from torch.nn import functional
 
 from redgrape.learning.sums import DENSE
 
-TEMPERATURES = torch.logspace(-1, 1, 241, dtype=torch.float64)  # from 1/10 to 10; the one in the middle is 1
+UP_TO_10 = torch.logspace(-1, 1, 241, dtype=torch.float64)  # from 1/10; the one in the middle is 1
+TEMPERATURES = torch.cat([UP_TO_10, 10 * UP_TO_10[121:]])  # up to 100: a head fitted to few examples is far too sure
 OFFSETS = torch.arange(-200, 201, dtype=torch.float64) / 20  # candidates for -log t_c, up to a constant
 PASSES = 5
 

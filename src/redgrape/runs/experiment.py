@@ -372,6 +372,8 @@ def _weights_for(own: Tensors, path: Path) -> Tensors:
 
 
 def read_toml(path: Path) -> dict[str, Any]:
+    if path.is_dir() or path.suffix == ".npz" or is_table(path.name):  # as `fit` and `embed` take data
+        raise ConfigError(f"'{path}' is no experiment file (TOML); name data as --data {path}")
     try:
         return _toml(durable.ordinary(path, ConfigError).read_text(encoding="utf-8-sig"))
     except OSError as error:
