@@ -14,7 +14,7 @@ The classifier of the net is V in training and E^T V in the deployed model, whic
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 import torch.nn.functional as F
 from pydantic import Field
@@ -33,8 +33,8 @@ class FedETF(FedAvg):
 
     scale: float = Field(10.0, gt=0, le=1000, description="s at the start: what multiplies the cosines in training")
 
-    presets: ClassVar = {"paper": {}, "resnet": {"scale": 1.0}}
-    fidelity: ClassVar[str] = (
+    presets = {"paper": {}, "resnet": {"scale": 1.0}}
+    fidelity = (
         "from the authors' code: s starts at 10 for its small CNN and at 1 for its ResNets, and a class that a client "
         "lacks counts as one example; its personalisation is not here; the deployed logits are not divided by |V h|, "
         "so probabilities are not those of training"

@@ -20,7 +20,7 @@ Before a class has a mean, its cosine is zero. With a = 0 and R_2 = 0 it is FedA
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -55,9 +55,9 @@ class RUCR(FedAvg):
     retrain_lr: float = Field(0.01, gt=0, le=LARGEST, description="learning rate of the re-training")
     retrain_batch: int = Field(256, ge=1, le=10**9, description="virtual features per step")
 
-    presets: ClassVar = {"paper": {}}
-    cheap: ClassVar = {"retrain_epochs": 2, "virtual": 3}
-    fidelity: ClassVar[str] = (
+    presets = {"paper": {}}
+    cheap = {"retrain_epochs": 2, "virtual": 3}
+    fidelity = (
         "from the authors' code; there clients send their means and train on the global ones in the same round, here "
         "they are used in the next; features of the received model are those of evaluation mode, pi is "
         "that of all clients, not of a round's, and 20 of 200 rounds re-train"
