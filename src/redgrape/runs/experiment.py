@@ -38,17 +38,14 @@ from redgrape.nets.net import Net
 from redgrape.runs import durable, moved_keys
 from redgrape.runs.checksums import hash_of
 from redgrape.tree import Tensors
-from redgrape.validation import one_line, short
+from redgrape.validation import Strict, one_line, short
 
 CLASSES = {name: {"cifar100": 100, "fars": 8}.get(name, 10) for name in READERS}  # of the built-in data sets
 DEEPEST = 100  # parts of a key; method.lam has two
-_STRICT = ConfigDict(frozen=True, strict=True, extra="forbid")
 _OF_ENCODERS = {"frozen", "head", "size"}  # keys of [net]
 
 
-class NetOptions(BaseModel):
-    model_config = _STRICT
-
+class NetOptions(Strict):
     name: str = Field(
         "cnn",
         description="the net, a function (file.py:function), or a pretrained encoder: efficientnet_lite0, timm:NAME, "
@@ -111,10 +108,10 @@ class NetOptions(BaseModel):
         return {"name": self.name} | ({"head": self.head, "size": self.size} if self.is_pretrained else {})
 
 
-class MethodOptions(BaseModel):
+class MethodOptions(Strict):
     """The name and preset of the method. Every other key is a hyper-parameter of the method."""
 
-    model_config = ConfigDict(frozen=True, strict=True, extra="allow")
+    model_config = ConfigDict(extra="allow")
 
     name: str = Field("redgrape", description="the method, or the path of a Python file that defines one")
     preset: str = Field("paper", description="the starting values of the hyper-parameters")
@@ -139,10 +136,8 @@ class MethodOptions(BaseModel):
         return {"name": self.name, "preset": self.preset, **hyper}
 
 
-class Experiment(BaseModel):
+class Experiment(Strict):
     """Everything that determines the result of a run. How it is executed (workers, data folder) is not part of it."""
-
-    model_config = _STRICT
 
     seed: int = Field(0, ge=0, le=2**63 - 1, description="determines split, initial weights, sampling and shuffling")
     rounds: int = Field(20, ge=1, le=10**9, description="communication rounds")

@@ -25,7 +25,6 @@ from pydantic import (
     AfterValidator,
     BaseModel,
     BeforeValidator,
-    ConfigDict,
     Field,
     SerializerFunctionWrapHandler,
     ValidationError,
@@ -36,9 +35,8 @@ from pydantic import (
 from redgrape.data.columns import Column, Columns
 from redgrape.errors import ConfigError
 from redgrape.runs import durable
-from redgrape.validation import as_tuple, one_line, short
+from redgrape.validation import Strict, as_tuple, one_line, short
 
-_STRICT = ConfigDict(frozen=True, strict=True, extra="forbid")
 FEWEST_IN_SUM = 3  # sites in a secure sum
 WHY_THREE = "with two, each learns from the sum what the other sent"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,39}")
@@ -80,10 +78,8 @@ SiteName = Annotated[str, AfterValidator(_site_name)]
 Host = Annotated[str, AfterValidator(_host)]
 
 
-class DataAgreement(BaseModel):
+class DataAgreement(Strict):
     """What all sites' data must look like."""
-
-    model_config = _STRICT
 
     classes: Names = Field(description="the names of all classes, in order", min_length=2)
     shape: Annotated[tuple[Annotated[int, Field(ge=1)], ...], BeforeValidator(as_tuple)] = Field(
@@ -121,10 +117,8 @@ class DataAgreement(BaseModel):
         return Columns(label=str(self.label), columns=columns)
 
 
-class Deadlines(BaseModel):
+class Deadlines(Strict):
     """Deadlines in seconds. Every wait has one."""
-
-    model_config = _STRICT
 
     join: float = Field(300.0, gt=0, allow_inf_nan=False, description="seconds for the sites of a round to connect")
     round: float = Field(3600.0, gt=0, allow_inf_nan=False, description="seconds for a site's update")
@@ -133,9 +127,7 @@ class Deadlines(BaseModel):
     )
 
 
-class _Described(BaseModel):
-    model_config = _STRICT
-
+class _Described(Strict):
     @classmethod
     def read(cls: type[_Folder], path: Path) -> _Folder:
         try:

@@ -11,7 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, TypeVar, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 
 from redgrape.errors import ConfigError, unknown
 from redgrape.reading.run_view import flat
@@ -20,7 +20,7 @@ from redgrape.runs.checksums import hash_of
 from redgrape.runs.environment import file_digests
 from redgrape.runs.experiment import Experiment, put, read_toml
 from redgrape.runs.figures import FIGURES
-from redgrape.validation import one_line
+from redgrape.validation import Strict, one_line
 
 Scale: TypeAlias = Literal["paper", "study", "quick"]
 M = TypeVar("M", bound=BaseModel)
@@ -30,13 +30,9 @@ SCALES: tuple[str, ...] = get_args(Scale)
 EACH = "each client"  # data.alone of a cell that is a run for each client
 UNDECISIVE = ("checkpoint_every", "evaluate_every")  # keys that change no result
 
-_STRICT = ConfigDict(frozen=True, strict=True, extra="forbid")
 
-
-class Rule(BaseModel):
+class Rule(Strict):
     """Sets experiment keys for the cells whose labels or scale match `when`."""
-
-    model_config = _STRICT
 
     when: dict[str, Label] = Field(default_factory=dict)
     set: dict[str, Any] = Field(default_factory=dict)
@@ -48,10 +44,8 @@ class Rule(BaseModel):
         return all(axis in labels and labels[axis] in _alternatives(wanted) for axis, wanted in self.when.items())
 
 
-class Settings(BaseModel):
+class Settings(Strict):
     """Settings that all suites of a folder share."""
-
-    model_config = _STRICT
 
     experiment: dict[str, Any] = Field(default_factory=dict)
     keys: dict[str, str] = Field(default_factory=dict)
@@ -59,10 +53,8 @@ class Settings(BaseModel):
     rules: list[Rule] = Field(default_factory=list)
 
 
-class Description(BaseModel):
+class Description(Strict):
     """The file of a suite."""
-
-    model_config = _STRICT
 
     title: str
     claim: str = Field("", description="what the paper says")
