@@ -697,7 +697,7 @@ BAD = [
     ("run --clients-per-round 30", 2, "clients_per_round is 30, but data.clients is only 10"),
     ("run deep.toml", 2, "a key has more than 100 parts"),
     ("run -c " + "a." * 20000 + "a=1", 2, "has 20001 parts; a key has at most 100"),
-    ("run missing.toml", 2, "cannot read the experiment 'missing.toml'"),
+    ("run missing.toml", 2, "cannot read 'missing.toml'"),
     ("run PIPE", 2, "is a pipe or a device; name an ordinary file"),
     ("run TOML --data PIPE.npz", 65, "is a pipe or a device"),
     ("run TOML -c net.weights=PIPE", 65, "is a pipe or a device"),

@@ -55,9 +55,10 @@ from redgrape.methods.vine import Vine
 from redgrape.reading.learned import disclosed
 from redgrape.reading.learned_in_words import in_words
 from redgrape.reading.run_view import RunView
-from redgrape.runs.experiment import Experiment, read_toml
+from redgrape.runs.experiment import Experiment
 from redgrape.runs.folder import RunFolder
 from redgrape.runs.run import Run
+from redgrape.runs.values import read_toml
 
 RUN = "0123456789abcdef"
 

@@ -23,7 +23,8 @@ from redgrape.errors import ConfigError, DataError
 from redgrape.exchange import Exchange
 from redgrape.exchange.rules import Rule
 from redgrape.methods.redgrape import RedGrape
-from redgrape.runs.experiment import Experiment, NetOptions, build_net, override, read_toml
+from redgrape.runs.experiment import Experiment, NetOptions, build_net
+from redgrape.runs.values import override, read_toml
 
 LONGEST = 300
 PRESETS = [(name, preset) for name in methods.names() for preset in methods.load(name).presets]
@@ -439,7 +440,7 @@ def test_a_file_that_is_no_toml_is_refused(tmp_path: Path, content: bytes, words
 
 def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
     for path in (tmp_path / "missing.toml", tmp_path):
-        with pytest.raises(ConfigError, match="cannot read the experiment"):
+        with pytest.raises(ConfigError, match="cannot read"):
             Experiment.read(path)
 
 

@@ -26,9 +26,10 @@ from redgrape.reading.suites.description import text
 from redgrape.reading.suites.found_cells import Standing
 from redgrape.reading.terminal import lines, printable
 from redgrape.runs.environment import Present
-from redgrape.runs.experiment import Experiment, override, put, read_toml
+from redgrape.runs.experiment import Experiment
 from redgrape.runs.folder import RunFolder
 from redgrape.runs.run import Run
+from redgrape.runs.values import override, put, read_toml
 
 if TYPE_CHECKING:
     from redgrape.reading.tensorboard import TensorBoard

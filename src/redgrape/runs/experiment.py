@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import math
-import re
-import tomllib
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Literal, Self, get_args
+from typing import Any, Literal, Self
 
 import safetensors
 import safetensors.torch
 import tomli_w
 from pydantic import (
-    BaseModel,
     ConfigDict,
     Field,
     SerializerFunctionWrapHandler,
@@ -37,11 +34,11 @@ from redgrape.nets import pretrained
 from redgrape.nets.net import Net
 from redgrape.runs import durable, moved_keys
 from redgrape.runs.checksums import hash_of
+from redgrape.runs.values import for_toml, read_toml, with_none
 from redgrape.tree import Tensors
 from redgrape.validation import Strict, one_line, short
 
 CLASSES = {name: {"cifar100": 100, "fars": 8}.get(name, 10) for name in READERS}  # of the built-in data sets
-DEEPEST = 100  # parts of a key; method.lam has two
 _OF_ENCODERS = {"frozen", "head", "size"}  # keys of [net]
 
 
@@ -68,7 +65,7 @@ class NetOptions(Strict):
     def parse(cls, values: Mapping[str, Any]) -> NetOptions:
         """From the section [net] of an experiment."""
         try:
-            return cls.model_validate(_with_none(values, cls))
+            return cls.model_validate(with_none(values, cls))
         except ValidationError as error:
             raise one_line(error, cls, "net") from error
 
@@ -118,7 +115,7 @@ class MethodOptions(Strict):
 
     def create(self) -> Method:
         method = methods.load(self.name)
-        hyper = _with_none(self.model_extra or {}, method)
+        hyper = with_none(self.model_extra or {}, method)
         if reserved := {"self", "cls"} & hyper.keys():
             raise unknown("key", f"method.{min(reserved)}", [f"method.{name}" for name in method.model_fields])
         if method.presets:
@@ -256,7 +253,7 @@ class Experiment(Strict):
         moved_keys.check(values)
         cls._check_sections(values)
         try:
-            experiment = cls.model_validate(_with_none(values, cls))
+            experiment = cls.model_validate(with_none(values, cls))
         except ValidationError as error:
             raise one_line(error, cls) from error
         except RecursionError as error:
@@ -300,7 +297,7 @@ class Experiment(Strict):
             if getattr(self, name) == default
         }
         values = self.model_dump(exclude={"method", *unset}) | {"method": self.method.resolved()}
-        return {name: _for_toml(value) for name, value in values.items()}
+        return {name: for_toml(value) for name, value in values.items()}
 
     def to_toml(self) -> str:
         return tomli_w.dumps(self.resolved())
@@ -364,64 +361,3 @@ def _weights_for(own: Tensors, path: Path) -> Tensors:
                 f"'{path}': tensor '{name}' has shape {list(t.shape)}, but the net needs {list(own[name].shape)}"
             )
     return taken
-
-
-def read_toml(path: Path) -> dict[str, Any]:
-    try:
-        return _toml(durable.ordinary(path, ConfigError).read_text(encoding="utf-8-sig"))
-    except OSError as error:
-        raise ConfigError(f"cannot read the experiment '{path}': {error.strerror}") from error
-    except (ValueError, RecursionError) as error:  # bad TOML, bad UTF-8, or a number with too many digits
-        raise ConfigError(short(f"'{path}' is not valid TOML: {error}")) from error
-
-
-def _toml(text: str) -> dict[str, Any]:
-    if any(piece.count(".") > DEEPEST for piece in re.split("[=,\n]", text)):  # tomllib takes quadratic time
-        raise ValueError(f"a key has more than {DEEPEST} parts")
-    return tomllib.loads(text)
-
-
-def override(values: dict[str, Any], assignment: str) -> None:
-    """Apply `section.key=value`. The value is parsed as TOML, or taken as a string if it is not valid TOML."""
-    key, equals, text = assignment.partition("=")
-    if not equals or not key.strip():
-        raise ConfigError(f"'{short(assignment, 100)}' is not of the form key=value, such as data.ir=100")
-    if len(assignment.splitlines()) > 1:
-        raise ConfigError(f"'{short(assignment, 100)}' has a line break; set one key at a time, on one line")
-    try:
-        value = _toml(f"value = {text}")["value"]
-    except (ValueError, RecursionError):
-        value = text
-    put(values, key.strip(), value)
-
-
-def put(values: dict[str, Any], key: str, value: Any) -> None:
-    """Set `section.key` in nested values."""
-    *sections, name = key.split(".")
-    if len(sections) > DEEPEST:
-        raise ConfigError(f"'{short(key, 100)}' has {len(sections) + 1} parts; a key has at most {DEEPEST}")
-    for section in sections:
-        values = values.setdefault(section, {})
-        if not isinstance(values, dict):
-            raise ConfigError(short(f"'{key}' cannot be set: '{section}' is a value, not a section"))
-    values[name] = value
-
-
-def _for_toml(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {name: _for_toml(inner) for name, inner in value.items()}
-    return "none" if value is None else list(value) if isinstance(value, tuple) else value
-
-
-def _with_none(values: Any, model: type[BaseModel]) -> Any:
-    """Replace the word none by None, for keys that can be None."""
-    if not isinstance(values, Mapping):
-        return values
-    read = dict(values)
-    for name, field in model.model_fields.items():
-        kind = field.annotation
-        if isinstance(kind, type) and issubclass(kind, BaseModel) and name in read:
-            read[name] = _with_none(read[name], kind)
-        elif read.get(name) == "none" and type(None) in get_args(kind):
-            read[name] = None
-    return read

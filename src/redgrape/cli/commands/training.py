@@ -39,9 +39,10 @@ from redgrape.reading.suites.found_cells import Standing
 from redgrape.reading.terminal import printable
 from redgrape.runs import durable
 from redgrape.runs.environment import REMEDY, Present
-from redgrape.runs.experiment import Experiment, NetOptions, override, read_toml
+from redgrape.runs.experiment import Experiment, NetOptions
 from redgrape.runs.figures import FIGURES, OF_MANY_CLASSES
 from redgrape.runs.folder import RunFolder
+from redgrape.runs.values import override, read_toml
 
 
 def run(options: argparse.Namespace) -> None:

@@ -16,7 +16,6 @@ import ipaddress
 import math
 import os
 import re
-import tomllib
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar, cast
 
@@ -34,8 +33,8 @@ from pydantic import (
 
 from redgrape.data.columns import Column, Columns
 from redgrape.errors import ConfigError
-from redgrape.runs import durable
-from redgrape.validation import Strict, as_tuple, one_line, short
+from redgrape.runs.values import read_toml
+from redgrape.validation import Strict, as_tuple, one_line
 
 FEWEST_IN_SUM = 3  # sites in a secure sum
 WHY_THREE = "with two, each learns from the sum what the other sent"
@@ -131,13 +130,7 @@ class _Described(Strict):
     @classmethod
     def read(cls: type[_Folder], path: Path) -> _Folder:
         try:
-            values = tomllib.loads(durable.ordinary(path).read_text(encoding="utf-8-sig"))
-        except OSError as error:
-            raise ConfigError(f"cannot read '{path}': {error.strerror}") from error
-        except (ValueError, RecursionError) as error:
-            raise ConfigError(short(f"'{path}' is not valid TOML: {error}")) from error
-        try:
-            return cls.model_validate(values)
+            return cls.model_validate(read_toml(path))
         except ValidationError as error:
             raise ConfigError(f"'{path}': {one_line(error, cls)}") from error
 

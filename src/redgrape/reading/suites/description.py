@@ -18,8 +18,9 @@ from redgrape.reading.run_view import flat
 from redgrape.reading.suites import files
 from redgrape.runs.checksums import hash_of
 from redgrape.runs.environment import file_digests
-from redgrape.runs.experiment import Experiment, put, read_toml
+from redgrape.runs.experiment import Experiment
 from redgrape.runs.figures import FIGURES
+from redgrape.runs.values import put, read_toml
 from redgrape.validation import Strict, one_line
 
 Scale: TypeAlias = Literal["paper", "study", "quick"]

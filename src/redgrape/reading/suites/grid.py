@@ -9,8 +9,8 @@ from typing import Any
 
 from redgrape.errors import ConfigError
 from redgrape.reading.suites.description import Label, Suite
-from redgrape.runs.experiment import override
 from redgrape.runs.figures import FIGURES
+from redgrape.runs.values import override
 
 
 def suite(
