@@ -85,11 +85,6 @@ def test_a_host_is_a_name_or_an_address(key: str) -> None:
 
 
 @pytest.fixture
-def federated(tmp_path: Path) -> Federated:
-    return Federated(tmp_path / "data")
-
-
-@pytest.fixture
 def deployment(tmp_path: Path, federated: Federated) -> Deployment:
     create(tmp_path / "deployment", options(test=str(federated.folder / "test.npz"), min_count=1, min_clients=1))
     return Deployment(tmp_path / "deployment")

@@ -15,15 +15,15 @@ import sys
 import time
 import tomllib
 import types
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
 
 import redgrape
+from commands import Command, good, in_this_process
 from redgrape.cli import main as cli
 from redgrape.cli.commands import suites
 from redgrape.data.longtail import exponential
@@ -128,15 +128,6 @@ measures = ["tail"]
 """
 
 
-class Outcome(NamedTuple):
-    code: int
-    out: str
-    err: str
-
-
-Command = Callable[..., Outcome]
-
-
 @pytest.fixture
 def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder of suites that take a blink, of whose two data sets one is missing."""
@@ -153,18 +144,7 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
     """Runs `redgrape ...` in this process, in an empty folder."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("REDGRAPE_DATA", str(tmp_path / "no data here"))
-
-    def call(*arguments: object) -> Outcome:
-        capsys.readouterr()
-        code = cli.run([*map(str, arguments), "--workers", "1", "--quiet"])
-        return Outcome(code, *capsys.readouterr())
-
-    return call
-
-
-def good(outcome: Outcome) -> Outcome:
-    assert outcome.code == 0, outcome.err
-    return outcome
+    return in_this_process(capsys, "--workers", "1", "--quiet")
 
 
 # The suites that come with redgrape
