@@ -44,7 +44,8 @@ from redgrape.reading.suites import (
     statistics,
     tables,
 )
-from redgrape.reading.suites.description import SCALES, Cell, Suite
+from redgrape.reading.suites.cells import Cell, Rule, Suite, identity
+from redgrape.reading.suites.description import SCALES
 from redgrape.reading.suites.found_cells import Standing
 from redgrape.runs.experiment import Experiment
 from redgrape.runs.folder import RunFolder
@@ -319,7 +320,7 @@ def test_the_study_of_table_2_is_a_known_experiment() -> None:
     }.items():
         (cell,) = description.load("table2").cells("study", None, ["mnist", "ir=100", name])
         experiment = Experiment.parse({**values, "method": {**local, **method}})
-        assert cell.identity == description.identity(experiment, {})
+        assert cell.identity == identity(experiment, {})
 
 
 def test_frozen_suites_have_the_same_methods_and_budget() -> None:
@@ -490,12 +491,12 @@ def test_clients_alone_count_once_all_are_finished() -> None:
 
 def test_identity_is_what_decides_the_result() -> None:
     values: dict[str, Any] = {"rounds": 30, "method": {"name": "creff", "preset": "appendix"}}
-    identity = description.identity(Experiment.parse(values), {})
+    ours = identity(Experiment.parse(values), {})
     same = {**values, "checkpoint_every": 7, "evaluate_every": 3, "method": {"name": "creff", "retrain_lr": "none"}}
-    assert description.identity(Experiment.parse(same), {}) == identity
+    assert identity(Experiment.parse(same), {}) == ours
     for change in ({"rounds": 31}, {"seed": 1}, {"method": {"name": "creff"}}, {"data": {"ir": 51.0}}):
-        assert description.identity(Experiment.parse({**values, **change}), {}) != identity
-    assert description.identity(Experiment.parse(values), {"mine.py": "abc"}) != identity
+        assert identity(Experiment.parse({**values, **change}), {}) != ours
+    assert identity(Experiment.parse(values), {"mine.py": "abc"}) != ours
 
 
 # Choosing cells
@@ -1171,11 +1172,8 @@ def written(
     name: str, accuracies: dict[str, list[float | None]], brief: dict[str, int] | None = None, **options: Any
 ) -> tables.Table:
     """A table of these accuracies by row, a seed each. `brief`: rows with another number of rounds."""
-    rules = [
-        description.Rule(when={"variant": row}, set={"method": {"lr": 0.01 * (i + 1)}})
-        for i, row in enumerate(accuracies)
-    ]
-    rules += [description.Rule(when={"variant": row}, set={"rounds": n}) for row, n in (brief or {}).items()]
+    rules = [Rule(when={"variant": row}, set={"method": {"lr": 0.01 * (i + 1)}}) for i, row in enumerate(accuracies)]
+    rules += [Rule(when={"variant": row}, set={"rounds": n}) for row, n in (brief or {}).items()]
     suite = Suite(
         name=name,
         title="By hand",

@@ -22,7 +22,7 @@ from redgrape.reading import run_tables, run_view
 from redgrape.reading.learned import disclosed
 from redgrape.reading.learned_in_words import leak_in_one_line
 from redgrape.reading.suites import cost
-from redgrape.reading.suites.description import text
+from redgrape.reading.suites.cells import text
 from redgrape.reading.suites.found_cells import Standing
 from redgrape.reading.terminal import lines, printable
 from redgrape.runs.environment import Present

@@ -34,7 +34,7 @@ from redgrape.reading import run_tables, run_view
 from redgrape.reading.learned import disclosed
 from redgrape.reading.learned_in_words import leak_in_one_line
 from redgrape.reading.suites import tables
-from redgrape.reading.suites.description import Cell, Suite
+from redgrape.reading.suites.cells import Cell, Suite
 from redgrape.reading.suites.found_cells import Standing
 from redgrape.reading.terminal import printable
 from redgrape.runs import durable
