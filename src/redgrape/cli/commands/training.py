@@ -30,7 +30,7 @@ from redgrape.cli.publish import publish
 from redgrape.data.prepare import prepare
 from redgrape.errors import ConfigError, Diverged, RedgrapeError, StorageError, TooFewClients
 from redgrape.methods import RECOMMENDED, WITHOUT_TRAINING
-from redgrape.reading import run_tables, run_view
+from redgrape.reading import pictures, run_tables, run_view
 from redgrape.reading.learned import disclosed
 from redgrape.reading.learned_in_words import leak_in_one_line
 from redgrape.reading.suites import tables
@@ -201,7 +201,7 @@ def _publish(
 ) -> None:
     """Write and print the table, and draw the picture."""
     picture = options.out / "per_class.png"
-    run_tables.draw_per_class(results, picture)
+    pictures.draw_per_class(results, picture)
     suite = Suite(
         name=options.out.name,
         title=f"Comparison of {', '.join(specs)}",
