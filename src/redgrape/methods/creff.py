@@ -89,8 +89,7 @@ class CReFF(FedAvg):
         }
 
     def broadcast(self, server: Tree) -> Tree:
-        head = {f"classifier.{name}": t for name, t in server["head"].items()}
-        return {"model": {**server["model"], **head}, "psi": server["psi"]}
+        return {"model": classifier.with_W(server["model"], server["head"]), "psi": server["psi"]}
 
     def client_update(self, broadcast: Tree, state: Tree, site: ClientSite) -> tuple[Tree, Tree]:
         gradients = self._class_gradients(broadcast, site)

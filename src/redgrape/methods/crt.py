@@ -49,7 +49,7 @@ class CRT(FedAvg):
         """The model that training goes on with. The deployed one never has a classifier that was just drawn."""
         if not server["starts_anew"]:
             return dict(server["model"])
-        return {**server["model"], **{f"classifier.{name}": t for name, t in server["new_classifier"].items()}}
+        return classifier.with_W(server["model"], server["new_classifier"])
 
     def load_for_training(self, model: Tensors, site: ClientSite) -> Net:
         net = super().load_for_training(model, site)

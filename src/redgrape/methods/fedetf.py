@@ -50,8 +50,7 @@ class FedETF(FedAvg):
         return _server(model, W.new_tensor(self.scale), E)
 
     def broadcast(self, server: Tree) -> Tree:
-        V = {f"classifier.{name}": t for name, t in server["V"].items()}
-        return {"model": {**server["model"], **V}, "scale": server["scale"], "E": server["E"]}
+        return {"model": classifier.with_W(server["model"], server["V"]), "scale": server["scale"], "E": server["E"]}
 
     def client_update(self, broadcast: Tree, state: Tree, site: ClientSite) -> tuple[Tree, Tree]:
         net = self.load_for_training(broadcast["model"], site)
@@ -78,5 +77,5 @@ class FedETF(FedAvg):
 def _server(trained: Tensors, scale: Tensor, E: Tensor) -> dict[str, Any]:
     """The server state, from a model whose classifier is V."""
     V = classifier.of(trained)
-    deployed = {**trained, **{f"classifier.{name}": E.T @ t for name, t in V.items()}}
+    deployed = classifier.with_W(trained, {name: E.T @ t for name, t in V.items()})
     return {"model": deployed, "V": V, "scale": scale, "E": E}

@@ -66,8 +66,7 @@ class FedLoGe(FedAvg):
         return {"model": deployed, "trained": W, "E": E}
 
     def broadcast(self, server: Tree) -> Tree:
-        W = {f"classifier.{name}": t for name, t in server["trained"].items()}
-        return {"model": {**server["model"], **W}, "E": server["E"]}
+        return {"model": classifier.with_W(server["model"], server["trained"]), "E": server["E"]}
 
     def client_update(self, broadcast: Tree, state: Tree, site: ClientSite) -> tuple[Tree, Tree]:
         net = self.load_for_training(broadcast["model"], site)

@@ -57,10 +57,9 @@ class FedNPC(FedAvg):
 
     def _deployed(self, trained: Tree, site: ServerSite) -> dict[str, Any]:
         """The server state. The deployed model has the new classifier; training goes on with that kept beside it."""
-        model = trained["model"]
-        W = classifier.of(model)
-        head = {f"classifier.{name}": t for name, t in self._fitted_to_noise(W, site).items()}
-        return {**trained, "model": {**model, **head}, "beneath": W}
+        W = classifier.of(trained["model"])
+        deployed = classifier.with_W(trained["model"], self._fitted_to_noise(W, site))
+        return {**trained, "model": deployed, "beneath": W}
 
     def _fitted_to_noise(self, W: Tensors, site: ServerSite) -> Tensors:
         (C, d), dtype = W["weight"].shape, W["weight"].dtype
