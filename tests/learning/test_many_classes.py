@@ -258,7 +258,7 @@ def test_an_unfinished_run_shows_the_classes_of_its_last_rounds(finished: RunFol
     view = run_view.RunView(
         reading.view.path, reading.view.experiment, reading.view.environment, reading.view.metrics, None
     )
-    shown = page_data({"a": Reading(view, [])})["runs"]["a"]["per_class"]
+    shown = page_data({"a": Reading(view)})["runs"]["a"]["per_class"]
     expected = reading.view.summary["per_class"]  # type: ignore[index]
     assert shown[0] is None and shown[1:] == pytest.approx(expected[1:], abs=1e-6)
     assert not any(math.isnan(value) for value in shown[1:])

@@ -192,7 +192,7 @@ def _norms(norms: Any, C: int) -> dict[str, list[float | int | None]] | None:
 
 
 def _columns(reading: Reading, split: dict[str, Any] | None) -> dict[str, list[Any]]:
-    seconds = {line.get("round"): line for line in reading.times}
+    seconds = {line.get("round"): line for line in reading.view.times}
     C = len(split["class_counts"]) if split else 0
     columns: dict[str, list[Any]] = {}
     ages: list[int | None] = [None] * C
