@@ -20,7 +20,7 @@ from typing import Any
 from redgrape.errors import StorageError
 from redgrape.reading import records
 from redgrape.reading.run_view import RunView
-from redgrape.reading.suites.description import identity
+from redgrape.reading.suites.cells import identity
 from redgrape.runs.checksums import hash_of
 from redgrape.runs.environment import file_digests
 from redgrape.runs.experiment import Experiment

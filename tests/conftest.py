@@ -14,6 +14,8 @@ import numpy as np
 import pytest
 import torch
 
+from redgrape.runs.experiment import Experiment
+
 # A shell's background jobs ignore SIGINT, and so would every command that a test starts there and interrupts.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -112,6 +114,19 @@ def tiny(vectors: Path, remembering: Path) -> Callable[..., dict[str, Any]]:
         return new
 
     return changed
+
+
+@pytest.fixture(scope="session")
+def toml(shared: Path, tiny: Callable[..., dict[str, Any]]) -> Path:
+    """The file of the tiny experiment."""
+    path = shared / "tiny.toml"
+    path.write_text(Experiment.parse(tiny()).to_toml())
+    return path
+
+
+@pytest.fixture
+def no_waiting_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "fsync", lambda _: None)
 
 
 @pytest.fixture

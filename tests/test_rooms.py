@@ -80,39 +80,18 @@ def broken(room: str, forbidden: tuple[str, ...]) -> list[str]:
 # How a file is opened and written is asked in every room.
 FILES_ANYWHERE = "runs.durable"
 
+ABOVE = ("engines", "rounds", "training", "runs", "reading", "cli", "deploy")
+LEARNING_AND_ABOVE = ("learning", "method", "methods", "exchange", *ABOVE)
+
 # What each room must not know. `data` and `nets` know no learning.
 RULES = {
     "engines": ("runs", "reading", "cli", "deploy", "methods", "rounds", "training"),
-    "exchange": ("learning", "methods", "engines", "rounds", "training", "runs", "reading", "cli", "deploy"),
-    "data": (
-        "learning",
-        "method",
-        "methods",
-        "exchange",
-        "engines",
-        "rounds",
-        "training",
-        "runs",
-        "reading",
-        "cli",
-        "deploy",
-    ),
-    "nets": (
-        "learning",
-        "method",
-        "methods",
-        "exchange",
-        "engines",
-        "rounds",
-        "training",
-        "runs",
-        "reading",
-        "cli",
-        "deploy",
-    ),
-    "learning": ("methods", "engines", "rounds", "training", "runs", "reading", "cli", "deploy"),
+    "exchange": ("learning", "methods", *ABOVE),
+    "data": LEARNING_AND_ABOVE,
+    "nets": LEARNING_AND_ABOVE,
+    "learning": ("methods", *ABOVE),
     "privacy": ("learning", "method", "methods", "engines", "rounds", "training", "reading", "cli", "deploy"),
-    "method": ("engines", "rounds", "training", "runs", "reading", "cli", "deploy"),
+    "method": ABOVE,
     "rounds": ("methods", "nets", "training", "runs", "reading", "cli", "deploy"),
     "training": ("methods", "runs", "reading", "cli", "deploy"),
 }

@@ -77,3 +77,10 @@ class Summing(InProcess):
 def random(*shape: int, seed: int = 0) -> Tensor:
     """Normal numbers in float64, by their seed."""
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def close(a: Tree, b: Tree, tolerance: float = 1e-10) -> None:
+    """Each tensor of `a` is close to that of `b` with its name."""
+    others = tree.flatten(b)
+    for name, t in tree.flatten(a).items():
+        torch.testing.assert_close(t, others[name], rtol=tolerance, atol=tolerance)

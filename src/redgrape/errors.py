@@ -48,6 +48,11 @@ class BusyError(RedgrapeError):
     exit_code = 75
 
 
+BY_EXIT_CODE: dict[int, type[RedgrapeError]] = {
+    kind.exit_code: kind for kind in (ConfigError, Diverged, TooFewClients, DataError, StorageError, BusyError)
+}
+
+
 def install(extra: str) -> str:
     """How to install an extra of redgrape, which is on no package index. Some shells read brackets without quotes as a
     pattern."""

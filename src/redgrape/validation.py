@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from redgrape.errors import ConfigError, did_you_mean
 
@@ -17,6 +17,12 @@ _BOUNDS = {
     "less_than": ("lt", "below"),
     "less_than_equal": ("le", "at most"),
 }
+
+
+class Strict(BaseModel):
+    """Values that a person wrote, or a file: of exactly these types, without other keys, and frozen."""
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
 
 
 def as_tuple(value: Any) -> Any:

@@ -17,12 +17,13 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
 
 import redgrape
+from commands import Command, good, in_this_process, tree_of
 from redgrape.cli import flags, parser
 from redgrape.cli import main as cli
 from redgrape.cli.commands import training as training_commands
@@ -38,53 +39,18 @@ Values = Callable[..., dict[str, Any]]
 PNG = b"\x89PNG\r\n\x1a\n"
 
 
-class Outcome(NamedTuple):
-    code: int
-    out: str
-    err: str
-
-    def json(self) -> Any:
-        """What --json printed last; Infinity and NaN, which are no JSON, are refused."""
-        return json.loads(self.out.splitlines()[-1], parse_constant=pytest.fail)
-
-
-Command = Callable[..., Outcome]
-
-
 @pytest.fixture
 def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
     """Runs `redgrape ...` in this process, in an empty folder, with wide output."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "250")
     monkeypatch.setenv("REDGRAPE_DATA", str(tmp_path / "no data here"))
-
-    def call(*arguments: object) -> Outcome:
-        capsys.readouterr()
-        code = cli.run([str(a) for a in arguments])
-        return Outcome(code, *capsys.readouterr())
-
-    return call
-
-
-def good(outcome: Outcome) -> Outcome:
-    assert outcome.code == 0, outcome.err
-    return outcome
-
-
-def tree_of(folder: Path) -> dict[str, bytes | None]:
-    return {str(p.relative_to(folder)): p.read_bytes() if p.is_file() else None for p in sorted(folder.rglob("*"))}
+    return in_this_process(capsys)
 
 
 def written(folder: Path) -> dict[str, bytes | None]:
     """A run's files, without the one that tells times, and without the checksums, that one's among them."""
     return {name: content for name, content in tree_of(folder).items() if name not in {"times.jsonl", "SHA256SUMS"}}
-
-
-@pytest.fixture(scope="module")
-def toml(tmp_path_factory: pytest.TempPathFactory, tiny: Values) -> Path:
-    path = tmp_path_factory.mktemp("toml") / "tiny.toml"
-    path.write_text(Experiment.parse(tiny()).to_toml())
-    return path
 
 
 @pytest.fixture(scope="module")
@@ -698,8 +664,11 @@ BAD = [
     ("run --clients-per-round 30", 2, "clients_per_round is 30, but data.clients is only 10"),
     ("run deep.toml", 2, "a key has more than 100 parts"),
     ("run -c " + "a." * 20000 + "a=1", 2, "has 20001 parts; a key has at most 100"),
-    ("run missing.toml", 2, "cannot read the experiment 'missing.toml'"),
+    ("run missing.toml", 2, "cannot read 'missing.toml'"),
     ("run PIPE", 2, "is a pipe or a device; name an ordinary file"),
+    ("run pictures", 2, "'pictures' is no experiment file (TOML); name data as --data pictures"),
+    ("run float64.npz", 2, "name data as --data float64.npz"),
+    ("data show patients.csv", 2, "name data as --data patients.csv"),
     ("run TOML --data PIPE.npz", 65, "is a pipe or a device"),
     ("run TOML -c net.weights=PIPE", 65, "is a pipe or a device"),
     ("run --method PIPE.py", 2, "no method file at"),

@@ -24,8 +24,9 @@ from redgrape.deploy.protocol.site_states import SiteStates
 from redgrape.deploy.setup.create import app_hash
 from redgrape.engines import Answer
 from redgrape.engines.in_process import InProcess
-from redgrape.runs.experiment import Experiment, put
+from redgrape.runs.experiment import Experiment
 from redgrape.runs.folder import RunFolder
+from redgrape.runs.values import put
 from redgrape.training import Training
 
 SITES = ["north", "south", "west"]

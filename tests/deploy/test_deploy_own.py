@@ -86,11 +86,6 @@ def made(path: Path, chosen: DeployOptions) -> Deployment:
 
 
 @pytest.fixture
-def federated(tmp_path: Path) -> Federated:
-    return Federated(tmp_path / "data")
-
-
-@pytest.fixture
 def deployment(tmp_path: Path, federated: Federated) -> Deployment:
     test = str(federated.folder / "test.npz")
     chosen = options(test=test, min_count=1, min_clients=1, deadlines={"join": 0.5})

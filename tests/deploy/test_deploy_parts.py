@@ -55,9 +55,10 @@ from redgrape.methods.vine import Vine
 from redgrape.reading.learned import disclosed
 from redgrape.reading.learned_in_words import in_words
 from redgrape.reading.run_view import RunView
-from redgrape.runs.experiment import Experiment, read_toml
+from redgrape.runs.experiment import Experiment
 from redgrape.runs.folder import RunFolder
 from redgrape.runs.run import Run
+from redgrape.runs.values import read_toml
 
 RUN = "0123456789abcdef"
 
@@ -81,11 +82,6 @@ def test_a_host_is_a_name_or_an_address(key: str) -> None:
     for word in [*bad, "a" * 64, "a." * 127 + "b"]:
         with pytest.raises(ValueError, match="is no name of a host and no address"):
             options(**{key: word})
-
-
-@pytest.fixture
-def federated(tmp_path: Path) -> Federated:
-    return Federated(tmp_path / "data")
 
 
 @pytest.fixture

@@ -146,11 +146,6 @@ def _assert_latest(deployment: Deployment, folder: RunFolder, grid: Faulty) -> N
             torch.testing.assert_close(sent[name], M_k.double(), rtol=1e-5, atol=1e-6, msg=f"{k} {name}")
 
 
-@pytest.fixture
-def federated(tmp_path: Path) -> Federated:
-    return Federated(tmp_path / "data")
-
-
 @pytest.fixture(params=[True, False], ids=["secure", "alone"])
 def deployment(request: pytest.FixtureRequest, tmp_path: Path, federated: Federated) -> Deployment:
     values = {"min_count": 1, "min_clients": 1, "secure_aggregation": request.param, "class_rows": not request.param}

@@ -310,11 +310,6 @@ def test_a_site_takes_no_share_that_was_meant_for_another() -> None:
         members[0].answer(Stage("masked"), boxes, np.zeros(4, np.int64))
 
 
-@pytest.fixture
-def federated(tmp_path: Path) -> Federated:
-    return Federated(tmp_path / "data")
-
-
 def _deployed(tmp_path: Path, federated: Federated, **changes: Any) -> tuple[Deployment, list[DeployedSite]]:
     values = {
         "test": str(federated.folder / "test.npz"),

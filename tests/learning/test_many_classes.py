@@ -19,7 +19,7 @@ from redgrape.cli.main import main
 from redgrape.data.federation import Groups
 from redgrape.errors import StorageError
 from redgrape.learning import evaluation, sums
-from redgrape.reading import run_tables, run_view
+from redgrape.reading import pictures, run_tables, run_view
 from redgrape.reading.page.figures import page_data
 from redgrape.reading.page.reading import Reading
 from redgrape.runs.figures import LONGEST, packed, unpacked, unpacked_record
@@ -243,7 +243,7 @@ def test_readers_show_it(finished: RunFolder, tmp_path: Path, capsys: pytest.Cap
     assert len(json.loads(capsys.readouterr().out)["summary"]["per_class"]) == C
     view = run_view.RunView.read(finished.path)
     results = run_tables.collect([(view.label, view)])
-    run_tables.draw_per_class(results, tmp_path / "per_class.png")
+    pictures.draw_per_class(results, tmp_path / "per_class.png")
     assert (tmp_path / "per_class.png").stat().st_size > 10_000
     assert run_tables.many_classes(results)
     data = page_data({"a": Reading.of(finished.path)})
@@ -258,7 +258,7 @@ def test_an_unfinished_run_shows_the_classes_of_its_last_rounds(finished: RunFol
     view = run_view.RunView(
         reading.view.path, reading.view.experiment, reading.view.environment, reading.view.metrics, None
     )
-    shown = page_data({"a": Reading(view, [])})["runs"]["a"]["per_class"]
+    shown = page_data({"a": Reading(view)})["runs"]["a"]["per_class"]
     expected = reading.view.summary["per_class"]  # type: ignore[index]
     assert shown[0] is None and shown[1:] == pytest.approx(expected[1:], abs=1e-6)
     assert not any(math.isnan(value) for value in shown[1:])

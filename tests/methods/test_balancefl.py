@@ -18,7 +18,7 @@ from redgrape.method import ClientSite
 from redgrape.methods.balancefl import BalanceFL, drawn, spread, summed_entropy
 from redgrape.methods.fedavg import FedAvg
 from redgrape.methods.over_sampling import OverSampling
-from toys import net
+from toys import close, net
 
 C = 4
 COMPLETE = [[5, 3, 1, 1], [2, 2, 3, 3], [1, 4, 4, 1]]
@@ -34,11 +34,6 @@ def site(data: rg.Examples) -> ClientSite:
 def model(method: rg.Method, counts: list[list[int]]) -> dict[str, Tensor]:
     found: dict[str, Tensor] = rg.train(method, toys.federation(*counts), net, rounds=2).server["model"]
     return found
-
-
-def close(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
-    for name, t in a.items():
-        torch.testing.assert_close(t, b[name], rtol=1e-10, atol=1e-10)
 
 
 def test_without_its_terms_it_is_over_sampling_without_missing_classes() -> None:

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, nn
 
 import redgrape as rg
-from redgrape import methods, testing, tree
+from redgrape import methods, testing
 from redgrape.learning.prior import effective_number_weights
 from redgrape.method import Method
 from redgrape.methods.class_balanced import ClassBalanced
 from redgrape.methods.fedavg import FedAvg
 from redgrape.methods.ldam import LDAM, margins
-from toys import VECTOR, federation
+from toys import VECTOR, close, federation
 
 COUNTS = [5, 3, 0], [0, 4, 0], [2, 1, 3], [1, 0, 1]
 PLAIN: dict[str, Any] = {"epochs": 1, "batch_size": 100, "momentum": 0.0, "lr": 0.5, "clip_norm": None}
@@ -31,12 +31,6 @@ def build() -> rg.Net:
 
 def final(method: Method, rounds: int = 1, counts: Any = COUNTS) -> Any:
     return rg.train(method, federation(*counts), build, rounds=rounds).server
-
-
-def close(a: Any, b: Any, tolerance: float = 1e-10) -> None:
-    b = tree.flatten(b)
-    for name, t in tree.flatten(a).items():
-        torch.testing.assert_close(t, b[name], rtol=tolerance, atol=tolerance)
 
 
 # Effective numbers.

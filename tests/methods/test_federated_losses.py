@@ -24,7 +24,7 @@ from redgrape.methods.fedlf import FedLF
 from redgrape.methods.fedrod import FedRoD
 from redgrape.methods.fedrs import FedRS
 from redgrape.methods.fedvls import FedVLS, suppression
-from toys import net
+from toys import close, net
 
 C = 4
 COMPLETE = [[5, 3, 1, 1], [2, 2, 3, 3], [1, 4, 4, 1]]  # every client holds every class
@@ -39,11 +39,6 @@ def after(method: rg.Method, counts: list[list[int]] = SKEWED, rounds: int = 2) 
 def model(method: rg.Method, counts: list[list[int]] = SKEWED) -> dict[str, Tensor]:
     found: dict[str, Tensor] = after(method, counts).server["model"]
     return found
-
-
-def close(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
-    for name, t in a.items():
-        torch.testing.assert_close(t, b[name], rtol=1e-10, atol=1e-10)
 
 
 def criterion(method: FedAvg, counts: list[int]) -> Callable[[Tensor, Tensor], Tensor]:

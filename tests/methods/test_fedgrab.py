@@ -17,7 +17,7 @@ from redgrape.method import ClientSite
 from redgrape.methods.fedavg import FedAvg
 from redgrape.methods.fedgrab import FedGraB, response
 from redgrape.tree import Tree
-from toys import net
+from toys import close, net
 
 C = 4
 SKEWED = [[9, 4, 1, 0], [0, 7, 3, 0], [4, 0, 0, 0]]
@@ -29,11 +29,6 @@ def last(method: rg.Method, data: rg.Federation, rounds: int = 2) -> Any:
     with rg.Training(method, data, net, rounds=rounds) as training:
         *_, step = training.steps()
     return step.state
-
-
-def close(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
-    for name, t in a.items():
-        torch.testing.assert_close(t, b[name], rtol=1e-10, atol=1e-10)
 
 
 class Sigmoids(FedAvg):

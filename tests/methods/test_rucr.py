@@ -15,7 +15,7 @@ import toys
 from redgrape import tree
 from redgrape.methods.fedavg import FedAvg
 from redgrape.methods.rucr import RUCR, contrast
-from toys import net
+from toys import close, net
 
 C = 4
 SKEWED = [[9, 4, 1, 0], [0, 7, 3, 0], [4, 0, 0, 0]]  # nobody holds class 3
@@ -31,11 +31,6 @@ def loaded(model: dict[str, Tensor]) -> rg.Net:
     made = net()
     made.load_state_dict(model)
     return made
-
-
-def close(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
-    for name, t in a.items():
-        torch.testing.assert_close(t, b[name], rtol=1e-10, atol=1e-10)
 
 
 def test_without_its_two_parts_it_is_fedavg() -> None:

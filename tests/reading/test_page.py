@@ -280,7 +280,7 @@ def page_of(tiny: Values, *runs: tuple[dict[str, Any], dict[str, Any]]) -> dict[
     for i, (settings, result) in enumerate(runs):
         summary = {"mean_of_last": result, "averaged_rounds": [2], "per_class": []}
         view = RunView(Path(f"run{i}"), Experiment.parse(tiny(**settings)).resolved(), None, [], summary)
-        readings[str(i)] = reading.Reading(view, [])
+        readings[str(i)] = reading.Reading(view)
     data = figures.page_data(readings)
     assert data["damaged"] == []
     return data
@@ -968,7 +968,7 @@ def test_the_page_tells_the_clients_that_there_are(tmp_path: Path) -> None:
 
     def clients(environment: dict[str, Any] | None, **data: Any) -> int | None:
         experiment = {"data": {"clients": 10, "partition": "natural", **data}}
-        return figures._clients(reading.Reading(RunView(tmp_path, experiment, environment, [], None), []))
+        return figures._clients(reading.Reading(RunView(tmp_path, experiment, environment, [], None)))
 
     assert clients({"client_names": ["north", "south", "west"]}) == 3
     assert clients({"client_counts": [[1, 2], [3, 4]]}) == 2  # of an older run

@@ -13,7 +13,7 @@ from redgrape.reading import method_index
 from redgrape.reading.run_view import RunView
 from redgrape.reading.suites import description, formats, found_cells, ranking, tables
 from redgrape.reading.suites.blocks import FULL
-from redgrape.reading.suites.description import Cell
+from redgrape.reading.suites.cells import Cell
 from redgrape.reading.suites.found_cells import Standing
 from redgrape.runs.experiment import Experiment
 

@@ -15,15 +15,15 @@ import sys
 import time
 import tomllib
 import types
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
 
 import redgrape
+from commands import Command, good, in_this_process
 from redgrape.cli import main as cli
 from redgrape.cli.commands import suites
 from redgrape.data.longtail import exponential
@@ -44,7 +44,8 @@ from redgrape.reading.suites import (
     statistics,
     tables,
 )
-from redgrape.reading.suites.description import SCALES, Cell, Suite
+from redgrape.reading.suites.cells import Cell, Rule, Suite, identity
+from redgrape.reading.suites.description import SCALES
 from redgrape.reading.suites.found_cells import Standing
 from redgrape.runs.experiment import Experiment
 from redgrape.runs.folder import RunFolder
@@ -128,15 +129,6 @@ measures = ["tail"]
 """
 
 
-class Outcome(NamedTuple):
-    code: int
-    out: str
-    err: str
-
-
-Command = Callable[..., Outcome]
-
-
 @pytest.fixture
 def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder of suites that take a blink, of whose two data sets one is missing."""
@@ -153,18 +145,7 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
     """Runs `redgrape ...` in this process, in an empty folder."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("REDGRAPE_DATA", str(tmp_path / "no data here"))
-
-    def call(*arguments: object) -> Outcome:
-        capsys.readouterr()
-        code = cli.run([*map(str, arguments), "--workers", "1", "--quiet"])
-        return Outcome(code, *capsys.readouterr())
-
-    return call
-
-
-def good(outcome: Outcome) -> Outcome:
-    assert outcome.code == 0, outcome.err
-    return outcome
+    return in_this_process(capsys, "--workers", "1", "--quiet")
 
 
 # The suites that come with redgrape
@@ -339,7 +320,7 @@ def test_the_study_of_table_2_is_a_known_experiment() -> None:
     }.items():
         (cell,) = description.load("table2").cells("study", None, ["mnist", "ir=100", name])
         experiment = Experiment.parse({**values, "method": {**local, **method}})
-        assert cell.identity == description.identity(experiment, {})
+        assert cell.identity == identity(experiment, {})
 
 
 def test_frozen_suites_have_the_same_methods_and_budget() -> None:
@@ -510,12 +491,12 @@ def test_clients_alone_count_once_all_are_finished() -> None:
 
 def test_identity_is_what_decides_the_result() -> None:
     values: dict[str, Any] = {"rounds": 30, "method": {"name": "creff", "preset": "appendix"}}
-    identity = description.identity(Experiment.parse(values), {})
+    ours = identity(Experiment.parse(values), {})
     same = {**values, "checkpoint_every": 7, "evaluate_every": 3, "method": {"name": "creff", "retrain_lr": "none"}}
-    assert description.identity(Experiment.parse(same), {}) == identity
+    assert identity(Experiment.parse(same), {}) == ours
     for change in ({"rounds": 31}, {"seed": 1}, {"method": {"name": "creff"}}, {"data": {"ir": 51.0}}):
-        assert description.identity(Experiment.parse({**values, **change}), {}) != identity
-    assert description.identity(Experiment.parse(values), {"mine.py": "abc"}) != identity
+        assert identity(Experiment.parse({**values, **change}), {}) != ours
+    assert identity(Experiment.parse(values), {"mine.py": "abc"}) != ours
 
 
 # Choosing cells
@@ -1191,11 +1172,8 @@ def written(
     name: str, accuracies: dict[str, list[float | None]], brief: dict[str, int] | None = None, **options: Any
 ) -> tables.Table:
     """A table of these accuracies by row, a seed each. `brief`: rows with another number of rounds."""
-    rules = [
-        description.Rule(when={"variant": row}, set={"method": {"lr": 0.01 * (i + 1)}})
-        for i, row in enumerate(accuracies)
-    ]
-    rules += [description.Rule(when={"variant": row}, set={"rounds": n}) for row, n in (brief or {}).items()]
+    rules = [Rule(when={"variant": row}, set={"method": {"lr": 0.01 * (i + 1)}}) for i, row in enumerate(accuracies)]
+    rules += [Rule(when={"variant": row}, set={"rounds": n}) for row, n in (brief or {}).items()]
     suite = Suite(
         name=name,
         title="By hand",

@@ -469,11 +469,6 @@ def finished(tmp_path_factory: pytest.TempPathFactory, tiny: Values) -> Path:
     return carry_out(tmp_path_factory.mktemp("damage") / "finished", tiny(rounds=3)).folder.path
 
 
-@pytest.fixture
-def no_waiting_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "fsync", lambda _: None)
-
-
 def kinds(folder: Path) -> list[str]:
     """A file of every kind that a run has, those of its newest checkpoint and the states that this one needs."""
     found = sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file() and p.stat().st_size)

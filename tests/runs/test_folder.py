@@ -38,9 +38,7 @@ from redgrape.runs.run import Run
 Values = Callable[..., dict[str, Any]]
 
 
-@pytest.fixture(autouse=True)
-def no_waiting_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "fsync", lambda _: None)
+pytestmark = pytest.mark.usefixtures("no_waiting_for_the_disk")
 
 
 def files(folder: Path) -> dict[str, bytes]:

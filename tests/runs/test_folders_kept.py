@@ -10,14 +10,14 @@ import shutil
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
 import safetensors.torch
 
+from commands import Command, Outcome, good, in_this_process, tree_of
 from redgrape import own_code
-from redgrape.cli import main as cli
 from redgrape.errors import StorageError
 from redgrape.reading.run_view import RunView
 from redgrape.reading.suites import grid, tables
@@ -29,15 +29,6 @@ from redgrape.runs.folder import RunFolder
 Values = Callable[..., dict[str, Any]]
 
 
-class Outcome(NamedTuple):
-    code: int
-    out: str
-    err: str
-
-
-Command = Callable[..., Outcome]
-
-
 @pytest.fixture
 def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
     """Runs `redgrape ...` in this process, in an empty folder."""
@@ -46,18 +37,7 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
     monkeypatch.setenv("COLUMNS", "250")
     monkeypatch.setenv("REDGRAPE_DATA", str(tmp_path / "cache"))
     monkeypatch.setattr(os, "fsync", lambda _: None)
-
-    def call(*arguments: object) -> Outcome:
-        capsys.readouterr()
-        code = cli.run([str(a) for a in arguments])
-        return Outcome(code, *capsys.readouterr())
-
-    return call
-
-
-def good(outcome: Outcome) -> Outcome:
-    assert outcome.code == 0, outcome.err
-    return outcome
+    return in_this_process(capsys)
 
 
 def refused(outcome: Outcome, *codes: int) -> str:
@@ -65,17 +45,6 @@ def refused(outcome: Outcome, *codes: int) -> str:
     (line,) = [line for line in outcome.err.splitlines() if not line.startswith("note: ")]
     assert line.startswith("redgrape: ")
     return line
-
-
-def tree_of(folder: Path) -> dict[str, bytes | None]:
-    return {str(p.relative_to(folder)): p.read_bytes() if p.is_file() else None for p in sorted(folder.rglob("*"))}
-
-
-@pytest.fixture(scope="module")
-def toml(tmp_path_factory: pytest.TempPathFactory, tiny: Values) -> Path:
-    path = tmp_path_factory.mktemp("toml") / "tiny.toml"
-    path.write_text(Experiment.parse(tiny()).to_toml())
-    return path
 
 
 # Places

@@ -18,7 +18,7 @@ from redgrape.errors import ConfigError
 from redgrape.exchange import Exchange
 from redgrape.reading import records
 from redgrape.reading.run_view import RunView
-from redgrape.reading.suites.description import identity
+from redgrape.reading.suites.cells import identity
 from redgrape.runs.checksums import hash_of
 from redgrape.runs.experiment import Experiment
 from redgrape.runs.moved_keys import EXCHANGE, GONE, RENAMED

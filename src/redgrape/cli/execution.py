@@ -16,19 +16,21 @@ from typing import TYPE_CHECKING, Any
 
 from redgrape import methods
 from redgrape.cli.progress import Progress
+from redgrape.data.table import is_table
 from redgrape.engines import devices
 from redgrape.errors import ConfigError, DataError, RedgrapeError, StorageError, enough_memory, unknown
 from redgrape.reading import run_tables, run_view
 from redgrape.reading.learned import disclosed
 from redgrape.reading.learned_in_words import leak_in_one_line
 from redgrape.reading.suites import cost
-from redgrape.reading.suites.description import text
+from redgrape.reading.suites.cells import text
 from redgrape.reading.suites.found_cells import Standing
 from redgrape.reading.terminal import lines, printable
 from redgrape.runs.environment import Present
-from redgrape.runs.experiment import Experiment, override, put, read_toml
+from redgrape.runs.experiment import Experiment
 from redgrape.runs.folder import RunFolder
 from redgrape.runs.run import Run
+from redgrape.runs.values import override, put, read_toml
 
 if TYPE_CHECKING:
     from redgrape.reading.tensorboard import TensorBoard
@@ -39,7 +41,9 @@ def described(options: argparse.Namespace) -> dict[str, Any]:
     file = options.experiment
     if file is not None and not file.exists() and str(file) in methods.names():
         raise ConfigError(f"'{file}' is a method, and no file of this name is here; write --method {file}")
-    values = read_toml(options.experiment) if options.experiment else {}
+    if file is not None and (file.is_dir() or file.suffix == ".npz" or is_table(file.name)):  # as `fit` takes data
+        raise ConfigError(f"'{file}' is no experiment file (TOML); name data as --data {file}")
+    values = read_toml(file) if file else {}
     for key, value in vars(options).items():
         if key.startswith("set:") and value is not None:
             put(values, key.removeprefix("set:"), value)

@@ -119,6 +119,17 @@ def add_config(command: argparse._ActionsContainer, example: str = "method.lam=0
     )
 
 
+def add_method(command: argparse.ArgumentParser, default: str) -> None:
+    command.add_argument("--method", dest="set:method.name", metavar="NAME", help=f"the method (default: {default})")
+    command.add_argument(
+        "--preset", dest="set:method.preset", metavar="NAME", help="the preset of the method (default: paper)"
+    )
+
+
+def add_out(command: argparse.ArgumentParser, text: str, default: str, metavar: str = "DIR") -> None:
+    command.add_argument("--out", type=path, default=Path(default), metavar=metavar, help=f"{text} ({default})")
+
+
 def add_seeds(command: argparse.ArgumentParser) -> None:
     group = command.add_mutually_exclusive_group()
     group.add_argument("--seeds", type=seeds, metavar="0,1,2", help="the seeds (default: that of the experiment)")
@@ -149,11 +160,7 @@ def add_run_folder(command: argparse.ArgumentParser) -> None:
 
 
 def add_overwrite(command: argparse.ArgumentParser) -> None:
-    command.add_argument(
-        "--overwrite",
-        action="store_true",
-        help="replace runs made with other data or settings",
-    )
+    command.add_argument("--overwrite", action="store_true", help="replace runs made with other data or settings")
 
 
 def add_on(command: argparse.ArgumentParser) -> None:

@@ -85,26 +85,18 @@ def _add_command(
         epilog="\n  ".join(["examples:", *examples]) if examples else None,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    command.set_defaults(command=_command(module, name))
-    return command
 
-
-def _command(module: str, name: str) -> Any:
-    """Return a command that imports its module when called."""
-
-    def call(options: argparse.Namespace) -> None:
+    def call(options: argparse.Namespace) -> None:  # the module is imported only now
         getattr(importlib.import_module(f"redgrape.cli.commands.{module}"), name)(options)
 
-    return call
+    command.set_defaults(command=call)
+    return command
 
 
 def _add_training(add: Add) -> None:
     command = add("run", "training", "train a method on a long-tailed federation")
     command.add_argument("experiment", nargs="?", type=flags.path, help="a TOML file (default: built-in settings)")
-    command.add_argument("--method", dest="set:method.name", metavar="NAME", help="the method (default: redgrape)")
-    command.add_argument(
-        "--preset", dest="set:method.preset", metavar="NAME", help="the preset of the method (default: paper)"
-    )
+    flags.add_method(command, "redgrape")
     command.add_argument("--seed", dest="set:seed", type=int, metavar="N", help="the seed (default: 0)")
     flags.add_experiment(command)
     flags.add_run_folder(command)
@@ -114,10 +106,7 @@ def _add_training(add: Add) -> None:
     command.add_argument(
         "set:data.source", metavar="DATA", help=flags.EXPERIMENT["--data"][2].replace(" (default)", "")
     )
-    command.add_argument(
-        "--method", dest="set:method.name", metavar="NAME", help=f"the method (default: {WITHOUT_TRAINING})"
-    )
-    command.add_argument("--preset", dest="set:method.preset", metavar="NAME", help="the preset of the method")
+    flags.add_method(command, WITHOUT_TRAINING)
     command.add_argument("--seed", dest="set:seed", type=int, metavar="N", help="the seed (default: 0)")
     flags.add_experiment(
         command,
@@ -161,9 +150,7 @@ def _add_training(add: Add) -> None:
     command.add_argument("--preset", dest="set:method.preset", metavar="NAME", help="the preset for all methods")
     flags.add_seeds(command)
     flags.add_experiment(command)
-    command.add_argument(
-        "--out", type=flags.path, default=Path("runs/compare"), metavar="DIR", help="folder for the runs (runs/compare)"
-    )
+    flags.add_out(command, "folder for the runs", "runs/compare")
     flags.add_overwrite(command)
     flags.add_on(command)
     flags.add_execution(command)
@@ -184,9 +171,7 @@ def _add_suites(add: Add) -> None:
         "--only", nargs="+", default=[], metavar="WHAT", help="run only these cells, e.g. mnist ir=100 method=redgrape"
     )
     command.add_argument("--seeds", type=flags.seeds, metavar="0,1,2", help="the seeds (default: those of the scale)")
-    command.add_argument(
-        "--out", type=flags.path, default=Path("runs"), metavar="DIR", help="folder with the runs (runs)"
-    )
+    flags.add_out(command, "folder with the runs", "runs")
     flags.add_suite(command)
     command.add_argument("--record", action="store_true", help="add finished cells to the records")
     command.add_argument("--no-run", action="store_true", help="write the tables from existing runs; run nothing")
@@ -198,19 +183,14 @@ def _add_suites(add: Add) -> None:
     command = add("sweep", "suites", "run your own grid or search, and write its table")
     command.add_argument("grid", nargs="+", metavar="KEY=V1,V2", help="an axis; with --search also KEY=LOW..HIGH[:log]")
     command.add_argument("--experiment", type=flags.path, metavar="FILE", help="a TOML file with the other settings")
-    command.add_argument("--method", dest="set:method.name", metavar="NAME", help="the method (default: redgrape)")
-    command.add_argument(
-        "--preset", dest="set:method.preset", metavar="NAME", help="the preset of the method (default: paper)"
-    )
+    flags.add_method(command, "redgrape")
     flags.add_seeds(command)
     command.add_argument("--reference", metavar="ROW", help="the row to compare others with (default: the first)")
     command.add_argument(
         "--search", type=flags.positive, metavar="N", help="let Optuna propose N settings, by validation"
     )
     flags.add_experiment(command)
-    command.add_argument(
-        "--out", type=flags.path, default=Path("runs"), metavar="DIR", help="folder with the runs (runs)"
-    )
+    flags.add_out(command, "folder with the runs", "runs")
     command.add_argument("--name", type=flags.name, default="sweep", help="subfolder of --out for this grid (sweep)")
     flags.add_on(command)
     flags.add_suite(command)
@@ -235,9 +215,7 @@ def _add_reading(add: Add) -> None:
         metavar="RUN_OR_SUITE",
         help="a run, a folder of runs, or a suite (its folder, or its name if it is below runs/)",
     )
-    command.add_argument(
-        "--out", type=flags.path, default=Path("report.html"), metavar="FILE", help="the page (report.html)"
-    )
+    flags.add_out(command, "the page", "report.html", metavar="FILE")
     command = add("serve", "page", "show the runs of a folder live in a browser on this machine")
     command.add_argument("folder", nargs="?", type=flags.path, default=Path("runs"), help="folder with the runs (runs)")
     command.add_argument(
@@ -263,12 +241,9 @@ def _add_data(add: Add, commands: Any) -> None:
     command.add_argument("--seed", dest="set:seed", type=int, metavar="N", help="the seed (default: 0)")
     flags.add_experiment(command)
     command.add_argument("--data-root", type=flags.path, metavar="DIR", help="folder with the data files")
-    command.add_argument(
-        "--out", type=flags.path, default=Path("federation.png"), metavar="FILE", help="the figure (federation.png)"
-    )
+    flags.add_out(command, "the figure", "federation.png", metavar="FILE")
     command.add_argument("--json", action="store_true", help="print JSON")
-    command = parts.add_parser("fetch", help="download a data set and verify it", allow_abbrev=False)
-    command.set_defaults(command=_command("data", "fetch"))
+    command = _add_command(parts, "fetch", "data", "download a data set and verify it")
     command.add_argument("name", help="mnist, fashion_mnist, cifar10 or cifar100")
     command.add_argument("--data-root", type=flags.path, metavar="DIR", help="folder for the data files")
 

@@ -19,10 +19,11 @@ from fractions import Fraction
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn, Self
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from redgrape.data.table import Cells, Table, listed
 from redgrape.errors import ConfigError, DataError
+from redgrape.validation import Strict
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -71,10 +72,8 @@ class Sums:
         )
 
 
-class Column(BaseModel):
+class Column(Strict):
     """How the values of one column become inputs. It has a mean and a deviation, or categories."""
-
-    model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
 
     name: str
     can_be_missing: bool
@@ -123,10 +122,8 @@ class Column(BaseModel):
         inputs[known, codes[known]] = 1
 
 
-class Columns(BaseModel):
+class Columns(Strict):
     """From rows of a table to inputs. It is fitted to the training rows and stored with the run and its model."""
-
-    model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
 
     label: str
     test: str | None = None

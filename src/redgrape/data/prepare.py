@@ -13,9 +13,7 @@ import torch
 from numpy.typing import NDArray
 from pydantic import (
     AfterValidator,
-    BaseModel,
     BeforeValidator,
-    ConfigDict,
     Field,
     SerializerFunctionWrapHandler,
     model_serializer,
@@ -32,7 +30,7 @@ from redgrape.data.partition import check_kind, client_names, partition
 from redgrape.data.sources import AS_THEY_ARE, READERS, Source, load
 from redgrape.data.table import SUFFIXES, is_table, not_read
 from redgrape.errors import ConfigError, DataError, unknown
-from redgrape.validation import LARGEST, as_tuple
+from redgrape.validation import LARGEST, Strict, as_tuple
 
 Rows = NDArray[np.int64]
 CUT = (0, 7, 8)  # the classes that binary imbalance cuts in the paper
@@ -49,11 +47,9 @@ def _known_partition(kind: str) -> str:
         raise ValueError(str(error)) from error
 
 
-class DataOptions(BaseModel):
+class DataOptions(Strict):
     """Which data, how imbalanced, and how divided among the clients. A user's own data keeps its imbalance unless
     another is set."""
-
-    model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
 
     source: str = Field(
         "digits",

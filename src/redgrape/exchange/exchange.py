@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 from torch import Tensor
 
 from redgrape.errors import ConfigError
@@ -33,7 +33,7 @@ from redgrape.exchange.parts import (
 from redgrape.exchange.received import FromSum, FromUpdates, Received, weight_of
 from redgrape.privacy.account import Mechanism, check_installed
 from redgrape.tree import Tensors, Tree
-from redgrape.validation import LARGEST, one_line
+from redgrape.validation import LARGEST, Strict, one_line
 
 if TYPE_CHECKING:
     from redgrape.method import ClientId, ServerSite
@@ -42,10 +42,8 @@ if TYPE_CHECKING:
 _AS_SENT = ("mean", "krum", "multi_krum")  # rules that choose updates, or take all, and change none
 
 
-class Exchange(BaseModel):
+class Exchange(Strict):
     """The section [exchange] of an experiment."""
-
-    model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
 
     preset: Literal["plain", "private"] = Field("plain", description="defaults of the other settings")
     rule: rules.Rule = Field("mean", description="average of the clients' updates; all but mean are robust")

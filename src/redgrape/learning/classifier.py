@@ -126,10 +126,14 @@ def of(model: Tensors) -> Tensors:
     return {name.removeprefix("classifier."): t for name, t in model.items() if name.startswith("classifier.")}
 
 
+def with_W(model: Tensors, W: Tensors) -> Tensors:
+    """The model with this classifier."""
+    return {**model, **{f"classifier.{name}": t for name, t in W.items()}}
+
+
 def beneath_head(server: Tree) -> Tree:
     """The server state with the classifier that training goes on with, where the deployed model has another head."""
-    W = {f"classifier.{name}": t for name, t in server["beneath"].items()}
-    return {**server, "model": {**server["model"], **W}}
+    return {**server, "model": with_W(server["model"], server["beneath"])}
 
 
 def fresh_classifier(like: Tensors, random: torch.Generator) -> Tensors:

@@ -12,7 +12,7 @@ learning/prior.py).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import ClassVar, Self
+from typing import Self
 
 import torch.nn.functional as F
 from pydantic import Field, model_validator
@@ -32,9 +32,9 @@ class BalancedSoftmax(FedAvg):
         "global", description="class counts: the client's own, the sum over all clients, or an estimate"
     )
 
-    presets: ClassVar = {"paper": {}}
-    ingredient: ClassVar[str] = "loss"
-    fidelity: ClassVar[str] = (
+    presets = {"paper": {}}
+    ingredient = "loss"
+    fidelity = (
         "from a secondary source, which states its loss; the sources of the counts are ours, and `estimated` is an "
         "estimator of our own"
     )

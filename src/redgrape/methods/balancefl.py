@@ -19,7 +19,7 @@ With lambda = epsilon = 0 and without noise it is over-sampling, with the logits
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -47,11 +47,11 @@ class BalanceFL(FedAvg):
         "client", description="which classes count as held: those of the client, or those of the batch"
     )
 
-    presets: ClassVar = {
+    presets = {
         "paper": {},
         "released": {"present": "batch", "optimizer": "adam", "lr": 0.005, "weight_decay": 1e-4},
     }
-    fidelity: ClassVar[str] = (
+    fidelity = (
         "from the authors' code; there the classes of the batch count as held (preset released), draws are independent "
         "of each other, noise comes from a pool of 500 vectors, and the received model distils in training mode; here "
         "classes and their examples take turns, each noise vector is new, and it distils in evaluation mode"

@@ -11,7 +11,6 @@ near 1 weighs by 1 / n_c.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import ClassVar
 
 import torch.nn.functional as F
 from pydantic import Field
@@ -30,9 +29,9 @@ class ClassBalanced(FedAvg):
     beta: float = Field(0.9999, ge=0, lt=1, description="how little examples of a class overlap; 0: no weights")
     counts: CountSource = Field("global", description="class counts: the sum over all clients, or the client's own")
 
-    presets: ClassVar = {"paper": {}}
-    ingredient: ClassVar[str] = "loss"
-    fidelity: ClassVar[str] = (
+    presets = {"paper": {}}
+    ingredient = "loss"
+    fidelity = (
         "from a secondary source, which states its weights; they have mean one over the classes with examples, where "
         "the paper's add up to the number of all classes, and the sources of the counts are ours"
     )

@@ -18,7 +18,6 @@ all the weight in the end. This is inherent in the method.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -42,12 +41,12 @@ class CLIMB(FedAvg):
     eps: float = Field(0.01, ge=0, le=LARGEST, description="how far above the average a loss may lie")
     dual_lr: float = Field(2.0, ge=0, le=LARGEST, description="eta_D, the step of the dual variables")
 
-    presets: ClassVar = {
+    presets = {
         "paper": {},
         "cifar": {"eps": 0.1, "dual_lr": 0.1},  # RedGrape's appendix; the defaults are its MNIST setting
         "released": {"clip_norm": 1.0},
     }
-    fidelity: ClassVar[str] = (
+    fidelity = (
         "from the authors' code (shenzebang/Federated-Learning-Pytorch at c841a4d) and RedGrape's appendix; the "
         "defaults are RedGrape's values for MNIST, while the authors' code has eps 1 and a dual step of 1/N every "
         "five rounds; eta_D is not divided by N, as RedGrape's values are tuned; weights below zero are cut off, and "

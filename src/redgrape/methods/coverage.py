@@ -15,7 +15,6 @@ can make.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import ClassVar
 
 import torch
 from pydantic import Field
@@ -34,9 +33,9 @@ class Coverage(FedAvg):
     coverage: float = Field(0.5, ge=0, le=1, description="beta: 0 weighs by examples, 1 gives all classes equal mass")
     most_weight: float = Field(5.0, ge=1, le=10**6, description="kappa, the largest weight for each example")
 
-    presets: ClassVar = {"paper": {}}
-    ingredient: ClassVar[str] = "client weights"
-    fidelity: ClassVar[str] = "ours"
+    presets = {"paper": {}}
+    ingredient = "client weights"
+    fidelity = "ours"
 
     def parts(self, model: Tensors, site: Site) -> Parts:
         parts = super().parts(model, site)

@@ -15,7 +15,7 @@ The deployed model is the averaged encoder with psi.
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 from pydantic import Field
@@ -53,7 +53,7 @@ class CReFF(FedAvg):
         "psi", description="deploy the re-trained weights with their own bias, or with that of the averaged classifier"
     )
 
-    presets: ClassVar = {
+    presets = {
         "paper": {},
         "appendix": {"retrain_lr": None},  # the values of RedGrape's appendix that differ
         "released": {  # as RedGrape's released code runs it
@@ -64,12 +64,12 @@ class CReFF(FedAvg):
             "clip_norm": 1.0,
         },
     }
-    fidelity: ClassVar[str] = (
+    fidelity = (
         "from the authors' code (shangxinyi/CReFF-FL at fbec98f); its DSA augmentation of the gradient draws is not "
         "here: they get the run's own augmentation"
     )
 
-    cheap: ClassVar = {"retrain_epochs": 2, "match_steps": 2, "features_per_class": 3}
+    cheap = {"retrain_epochs": 2, "match_steps": 2, "features_per_class": 3}
 
     def parts(self, model: Tensors, site: Site) -> Parts:
         rows = classifier.gradient_rows(model, site, drawn=None if self.gradient_draw == "all" else DRAWN)
@@ -89,8 +89,7 @@ class CReFF(FedAvg):
         }
 
     def broadcast(self, server: Tree) -> Tree:
-        head = {f"classifier.{name}": t for name, t in server["head"].items()}
-        return {"model": {**server["model"], **head}, "psi": server["psi"]}
+        return {"model": classifier.with_W(server["model"], server["head"]), "psi": server["psi"]}
 
     def client_update(self, broadcast: Tree, state: Tree, site: ClientSite) -> tuple[Tree, Tree]:
         gradients = self._class_gradients(broadcast, site)

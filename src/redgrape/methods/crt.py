@@ -12,8 +12,6 @@ client (see over_sampling.py).
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import torch
 from pydantic import Field
 from torch import Tensor
@@ -33,8 +31,8 @@ class CRT(FedAvg):
 
     head_share: float = Field(0.1, ge=0, lt=1, description="R_2 / R, the share of rounds that train the classifier")
 
-    presets: ClassVar = {"paper": {}}
-    fidelity: ClassVar[str] = (
+    presets = {"paper": {}}
+    fidelity = (
         "from a secondary source, which states its second stage; the draws are balanced within each client, where the "
         "paper has all data in one place, and learning rate and its schedule are those of the first stage"
     )
@@ -51,7 +49,7 @@ class CRT(FedAvg):
         """The model that training goes on with. The deployed one never has a classifier that was just drawn."""
         if not server["starts_anew"]:
             return dict(server["model"])
-        return {**server["model"], **{f"classifier.{name}": t for name, t in server["new_classifier"].items()}}
+        return classifier.with_W(server["model"], server["new_classifier"])
 
     def load_for_training(self, model: Tensors, site: ClientSite) -> Net:
         net = super().load_for_training(model, site)

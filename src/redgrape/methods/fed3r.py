@@ -14,7 +14,6 @@ it is asked, and zeros in later rounds. With all clients sampled, one round is e
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
 
 import torch
 from pydantic import Field
@@ -34,16 +33,16 @@ class Fed3R(Method):
     constant: bool = Field(False, description="add a constant feature, whose weight is the bias")
     normalise: bool = Field(False, description="scale the weights of each class to length 1")
 
-    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+    presets = {
         "paper": {},
         "released": {"constant": True, "normalise": True},
         "post_hoc": {},
     }
-    fidelity: ClassVar[str] = (
+    fidelity = (
         "from the authors' code (constant feature, normalised weights: preset released); the plain ridge from a "
         "secondary source; r is a setting there, and 0.01 is our choice"
     )
-    sums_of_states: ClassVar[tuple[str, ...]] = ("sums",)
+    sums_of_states = ("sums",)
 
     def parts(self, model: Tensors, site: Site) -> Parts:
         return {"sums": class_statistics.part(class_statistics.zeros(model, site))}

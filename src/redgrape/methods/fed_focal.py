@@ -10,7 +10,6 @@ count less, so rare and hard ones count more. The loss does not use the global i
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import ClassVar
 
 import torch
 from pydantic import Field
@@ -28,8 +27,8 @@ class FedFocal(FedAvg):
 
     gamma: float = Field(2.0, ge=0, le=LARGEST, description="how much less an easy example counts")
 
-    ingredient: ClassVar[str] = "loss"
-    fidelity: ClassVar[str] = (
+    ingredient = "loss"
+    fidelity = (
         "the loss as RedGrape's paper states and uses it; the original also selects clients, from what we know of it "
         "at second hand, and that part is not here"
     )

@@ -12,8 +12,7 @@ averages their changes, weighted by their numbers of examples. RedGrape's paper 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, ClassVar
+from collections.abc import Callable
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -28,11 +27,11 @@ from redgrape.tree import Tensors, Tree
 class FedAvg(Method):
     """Federated averaging of models trained with the cross-entropy loss."""
 
-    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+    presets = {
         "paper": {},
         "released": {"clip_norm": 1.0},  # the released RedGrape code clips the gradient in every method
     }
-    fidelity: ClassVar[str] = "from RedGrape's paper, Eq. (2), without its factor 1/|C|, which would shrink every step"
+    fidelity = "from RedGrape's paper, Eq. (2), without its factor 1/|C|, which would shrink every step"
 
     def parts(self, model: Tensors, site: Site) -> Parts:
         return self.training_parts(model, site)

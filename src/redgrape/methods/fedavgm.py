@@ -9,8 +9,6 @@ server treats it as a gradient and steps along its running sum. With beta = 0 it
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 from pydantic import Field
 
 from redgrape import tree
@@ -26,8 +24,8 @@ class FedAvgM(FedAvg):
 
     beta: float = Field(0.9, ge=0, lt=1, description="momentum of the server")
 
-    presets: ClassVar = {"paper": {}}
-    fidelity: ClassVar[str] = (
+    presets = {"paper": {}}
+    fidelity = (
         "from a secondary source, which states its update; later work also uses beta 0.97 (CReFF) and 0.2 (FEDIC)"
     )
 

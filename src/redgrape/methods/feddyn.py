@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import ClassVar
 
 import torch
 from pydantic import Field
@@ -35,8 +34,8 @@ class FedDyn(FedAvg):
 
     server_lr: float = Field(1.0, ge=1, le=1, description="the method has no such factor: 1")
 
-    presets: ClassVar = {"paper": {}}
-    fidelity: ClassVar[str] = (
+    presets = {"paper": {}}
+    fidelity = (
         "from a secondary source, which states its algorithm; the authors' code scales a by the client's share of the "
         "data and evaluates the clients' mean"
     )

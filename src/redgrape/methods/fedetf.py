@@ -14,7 +14,7 @@ The classifier of the net is V in training and E^T V in the deployed model, whic
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 import torch.nn.functional as F
 from pydantic import Field
@@ -33,8 +33,8 @@ class FedETF(FedAvg):
 
     scale: float = Field(10.0, gt=0, le=1000, description="s at the start: what multiplies the cosines in training")
 
-    presets: ClassVar = {"paper": {}, "resnet": {"scale": 1.0}}
-    fidelity: ClassVar[str] = (
+    presets = {"paper": {}, "resnet": {"scale": 1.0}}
+    fidelity = (
         "from the authors' code: s starts at 10 for its small CNN and at 1 for its ResNets, and a class that a client "
         "lacks counts as one example; its personalisation is not here; the deployed logits are not divided by |V h|, "
         "so probabilities are not those of training"
@@ -50,8 +50,7 @@ class FedETF(FedAvg):
         return _server(model, W.new_tensor(self.scale), E)
 
     def broadcast(self, server: Tree) -> Tree:
-        V = {f"classifier.{name}": t for name, t in server["V"].items()}
-        return {"model": {**server["model"], **V}, "scale": server["scale"], "E": server["E"]}
+        return {"model": classifier.with_W(server["model"], server["V"]), "scale": server["scale"], "E": server["E"]}
 
     def client_update(self, broadcast: Tree, state: Tree, site: ClientSite) -> tuple[Tree, Tree]:
         net = self.load_for_training(broadcast["model"], site)
@@ -78,5 +77,5 @@ class FedETF(FedAvg):
 def _server(trained: Tensors, scale: Tensor, E: Tensor) -> dict[str, Any]:
     """The server state, from a model whose classifier is V."""
     V = classifier.of(trained)
-    deployed = {**trained, **{f"classifier.{name}": E.T @ t for name, t in V.items()}}
+    deployed = classifier.with_W(trained, {name: E.T @ t for name, t in V.items()})
     return {"model": deployed, "V": V, "scale": scale, "E": E}

@@ -19,8 +19,6 @@ class.
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import torch
 import torch.nn.functional as F
 from pydantic import Field
@@ -41,8 +39,8 @@ class FedGraB(FedAvg):
     integral: float = Field(0.01, ge=0, le=LARGEST, description="K_i, what the sum of all gaps does")
     derivative: float = Field(0.1, ge=0, le=LARGEST, description="K_d, what the change of the gap does")
 
-    presets: ClassVar = {"paper": {}}
-    fidelity: ClassVar[str] = (
+    presets = {"paper": {}}
+    fidelity = (
         "from the authors' code, in part; it balances classes by their place in the order of labels, where the paper "
         "has a class prior from the lengths of the classifier's rows; how that prior enters could not be verified, so "
         "every class has a controller here and the prior is left out"

@@ -13,7 +13,6 @@ With tau = 0 and clients that hold every class, this is FedAvg.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -31,9 +30,9 @@ class FedLC(FedAvg):
 
     tau: float = Field(1.0, ge=0, le=1000, description="the margin of a class with one example")
 
-    presets: ClassVar = {"paper": {}}
-    ingredient: ClassVar[str] = "loss"
-    fidelity: ClassVar[str] = (
+    presets = {"paper": {}}
+    ingredient = "loss"
+    fidelity = (
         "from a secondary source, which states its margins; the loss as printed leaves the true class out of the "
         "denominator, is unbounded below and diverges, so here the true class is in it; a class that the client lacks "
         "has no share in the softmax"

@@ -13,8 +13,6 @@ Without the last two terms this is FedRS with scale=proportional; with alpha = 1
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import torch
 import torch.nn.functional as F
 from pydantic import Field
@@ -35,8 +33,8 @@ class FedLF(FedAvg):
     centre: float = Field(0.01, ge=0, le=LARGEST, description="lambda_1, the pull to the class centres")
     decorrelate: float = Field(0.01, ge=0, le=LARGEST, description="lambda_2, weight of the decorrelation")
 
-    presets: ClassVar = {"paper": {}}
-    fidelity: ClassVar[str] = (
+    presets = {"paper": {}}
+    fidelity = (
         "from a secondary source, which states the three terms and their weights; the authors' code has only the first "
         "of them, so that the form of the distance (mean squared difference) and that of the decorrelation (FedDecorr) "
         "are our choice; the bias is scaled with its logit"

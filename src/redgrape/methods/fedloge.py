@@ -13,7 +13,7 @@ detached features. Its rows get long for frequent classes, and are scaled to equ
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -37,9 +37,9 @@ class FedLoGe(FedAvg):
     shape_steps: int = Field(10_000, ge=0, le=10**7, description="steps that shape the fixed head, once")
     shape_lr: float = Field(1e-4, gt=0, le=LARGEST, description="their learning rate")
 
-    presets: ClassVar = {"paper": {}}
-    cheap: ClassVar = {"shape_steps": 5}
-    fidelity: ClassVar[str] = (
+    presets = {"paper": {}}
+    cheap = {"shape_steps": 5}
+    fidelity = (
         "from the authors' code; zeros are drawn for each class, so that no class loses its vector; the fixed head has "
         "no bias, and its rows have exactly the length r in the end; personal heads, which do not change the global "
         "model, are not here; with more classes than features the frame starts from random directions"
@@ -66,8 +66,7 @@ class FedLoGe(FedAvg):
         return {"model": deployed, "trained": W, "E": E}
 
     def broadcast(self, server: Tree) -> Tree:
-        W = {f"classifier.{name}": t for name, t in server["trained"].items()}
-        return {"model": {**server["model"], **W}, "E": server["E"]}
+        return {"model": classifier.with_W(server["model"], server["trained"]), "E": server["E"]}
 
     def client_update(self, broadcast: Tree, state: Tree, site: ClientSite) -> tuple[Tree, Tree]:
         net = self.load_for_training(broadcast["model"], site)

@@ -18,7 +18,7 @@ The deployed logits are W h. They choose the same class as the cosines, because 
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -41,12 +41,12 @@ class FedNH(FedAvg):
     scale: float = Field(1.0, gt=0, le=1000, description="s at the start: what multiplies the cosines in training")
     learn_scale: bool = Field(True, description="train s; else it stays as it is")
 
-    presets: ClassVar = {
+    presets = {
         "paper": {},
         "released": {"clip_norm": 10.0},
         "fixed": {"scale": 30.0, "learn_scale": False, "clip_norm": 10.0},  # a setting of the authors' code
     }
-    fidelity: ClassVar[str] = (
+    fidelity = (
         "from the authors' code; with more classes than features no orthogonal vectors exist, and the start is then "
         "unit rows of a matrix with orthogonal columns; the deployed logits are not divided by |h|, so probabilities "
         "are not those of training"

@@ -18,7 +18,7 @@ It needs nothing from the clients. `redgrape adjust RUN fednpc` does it to the m
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from pydantic import Field
@@ -44,10 +44,10 @@ class FedNPC(FedAvg):
     noise_lr: float = Field(0.1, gt=0, le=LARGEST, description="learning rate of these steps")
     noise_momentum: float = Field(0.9, ge=0, lt=1, description="their momentum")
 
-    presets: ClassVar = {"paper": {}, "post_hoc": {}}
-    ingredient: ClassVar[str] = "head"
-    cheap: ClassVar = {"noise_steps": 3, "noise_samples": 20}
-    fidelity: ClassVar[str] = (
+    presets = {"paper": {}, "post_hoc": {}}
+    ingredient = "head"
+    cheap = {"noise_steps": 3, "noise_samples": 20}
+    fidelity = (
         "from the authors' code; it makes up to 27 steps for 10 classes and 49 for 100, and keeps the step that is "
         "best on the test set; here all steps are made, and their number is fixed beforehand"
     )
@@ -57,10 +57,9 @@ class FedNPC(FedAvg):
 
     def _deployed(self, trained: Tree, site: ServerSite) -> dict[str, Any]:
         """The server state. The deployed model has the new classifier; training goes on with that kept beside it."""
-        model = trained["model"]
-        W = classifier.of(model)
-        head = {f"classifier.{name}": t for name, t in self._fitted_to_noise(W, site).items()}
-        return {**trained, "model": {**model, **head}, "beneath": W}
+        W = classifier.of(trained["model"])
+        deployed = classifier.with_W(trained["model"], self._fitted_to_noise(W, site))
+        return {**trained, "model": deployed, "beneath": W}
 
     def _fitted_to_noise(self, W: Tensors, site: ServerSite) -> Tensors:
         (C, d), dtype = W["weight"].shape, W["weight"].dtype

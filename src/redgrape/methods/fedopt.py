@@ -13,7 +13,7 @@ Clients have equal weights, as in the paper's Algorithm 2. Buffers get a plain a
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 from pydantic import Field
@@ -39,12 +39,12 @@ class FedOpt(FedAvg):
         "uniform", description="average with equal weights, or weighted by examples"
     )
 
-    presets: ClassVar = {
+    presets = {
         "paper": {},
         "adagrad": {"server_optimizer": "adagrad", "beta_1": 0.0},
         "yogi": {"server_optimizer": "yogi"},
     }
-    fidelity: ClassVar[str] = (
+    fidelity = (
         "from a secondary source, which states the three updates; the paper searches eta_s per task, and 0.01 is what "
         "others found for CIFAR-100"
     )

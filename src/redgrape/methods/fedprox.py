@@ -10,7 +10,6 @@ loss, over the parameters (not the buffers). With mu = 0 it is FedAvg.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import ClassVar
 
 from pydantic import Field
 
@@ -27,12 +26,12 @@ class FedProx(FedAvg):
 
     mu: float = Field(0.01, ge=0, le=LARGEST, description="strength of the proximal term")
 
-    presets: ClassVar = {
+    presets = {
         "paper": {},
         "released": {"mu": 0.1, "clip_norm": 1.0},  # what RedGrape's released code adds to every method by default
     }
-    ingredient: ClassVar[str] = "regulariser"
-    fidelity: ClassVar[str] = (
+    ingredient = "regulariser"
+    fidelity = (
         "from a secondary source, which states its term; the paper searches mu in 0.001 to 1, and 0.01 is our default"
     )
 

@@ -21,7 +21,6 @@ changes.
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar
 
 import torch
 from pydantic import Field
@@ -43,8 +42,8 @@ class FedReLa(FedAvg):
     exceed: float = Field(0.05, ge=0, le=1, description="q, the share of examples above the threshold of a class")
     lr_factor: float = Field(0.1, gt=0, le=1, description="f, what multiplies the learning rate in these rounds")
 
-    presets: ClassVar = {"paper": {}}
-    fidelity: ClassVar[str] = (
+    presets = {"paper": {}}
+    fidelity = (
         "from the authors' code; there it is on FedETF and FedLoGe, here on FedAvg, or with a loss in a combination; "
         "probabilities are of one pass in evaluation mode, where the code averages five passes with augmentation; a "
         "sampled client draws its labels at its first visit in the last rounds"

@@ -14,8 +14,6 @@ same with and without personal heads.
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import torch
 import torch.nn.functional as F
 from pydantic import Field
@@ -33,8 +31,8 @@ class FedRoD(FedAvg):
 
     personal: bool = Field(True, description="train personal heads; the global model is the same without them")
 
-    presets: ClassVar = {"paper": {}}
-    fidelity: ClassVar[str] = (
+    presets = {"paper": {}}
+    fidelity = (
         "from a secondary source: the authors released no code, and reimplementations differ; a class that a client "
         "lacks counts as one example; personal heads start at zero; the hypernetwork of the paper is not here"
     )

@@ -12,7 +12,7 @@ its features. FedRS makes these rows move less: it scales their logits down in t
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch.nn.functional as F
 from pydantic import Field
@@ -32,9 +32,9 @@ class FedRS(FedAvg):
         "missing", description="scale the logits of missing classes only, or all in proportion to the class counts"
     )
 
-    presets: ClassVar = {"paper": {}, "released": {"scale": "proportional"}}
-    ingredient: ClassVar[str] = "loss"
-    fidelity: ClassVar[str] = (
+    presets = {"paper": {}, "released": {"scale": "proportional"}}
+    ingredient = "loss"
+    fidelity = (
         "from a secondary source, which states the paper's scale and that of the authors' code; both have a classifier "
         "without bias, and here the bias is scaled with its logit"
     )

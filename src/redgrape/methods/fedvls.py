@@ -17,7 +17,6 @@ the suppression. With no or one vacant class the last term is zero.
 from __future__ import annotations
 
 import math
-from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -39,8 +38,8 @@ class FedVLS(FedAvg):
     lam: float = Field(0.1, ge=0, le=LARGEST, description="lambda, weight of the distillation of vacant classes")
     suppress: float = Field(0.005, ge=0, le=LARGEST, description="mu, weight of the suppression")
 
-    presets: ClassVar = {"paper": {}}
-    fidelity: ClassVar[str] = (
+    presets = {"paper": {}}
+    fidelity = (
         "from the authors' code; lambda is that of its example for CIFAR-10, and its default is 1; its suppression "
         "also adds exp(0) for each example of the class itself, which is left out here; the received model runs in "
         "evaluation mode"

@@ -26,7 +26,6 @@ With held_out > 0 the clients choose those of g and rho that are not given. It t
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
 
 import torch
 from pydantic import Field
@@ -56,14 +55,14 @@ class LDA(Method):
     )
     tau: float = Field(0.0, ge=0, le=1, description="weight of the class shares; 0: all classes are equally likely")
 
-    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+    presets = {
         "paper": {},
         "chosen": {"held_out": 0.2},
         "usual": {"rho": 0.0, "tau": 1.0},
         "post_hoc": {},
     }
-    fidelity: ClassVar[str] = "ours; the correction by rho was found in no paper, the rest is textbook LDA"
-    sums_of_states: ClassVar[tuple[str, ...]] = ("sums",)
+    fidelity = "ours; the correction by rho was found in no paper, the rest is textbook LDA"
+    sums_of_states = ("sums",)
 
     def parts(self, model: Tensors, site: Site) -> Parts:
         return {"sums": class_statistics.part(self._zeros(model, site))}

@@ -16,7 +16,7 @@ decisions are those of the cosine; its probabilities are softmax(|h| z) and not 
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -44,8 +44,8 @@ class LDAM(FedAvg):
     beta: float = Field(0.9999, ge=0, lt=1, description="of the class weights; see class_balanced")
     counts: CountSource = Field("global", description="class counts: the sum over all clients, or the client's own")
 
-    presets: ClassVar = {"paper": {}}
-    fidelity: ClassVar[str] = (
+    presets = {"paper": {}}
+    fidelity = (
         "from the authors' code: s, the margins, the weighted mean and the share of deferred re-weighting are its; "
         "margins are over the classes with examples only; a net's classifier is linear, so the deployed one has the "
         "decisions of the cosine but not its probabilities; rows are scaled to length one after each round; the "

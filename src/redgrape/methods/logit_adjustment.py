@@ -12,7 +12,7 @@ of an ordinary model. With a uniform prior both are FedAvg.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, Literal, Self
 
 import torch.nn.functional as F
 from pydantic import Field, model_validator
@@ -38,9 +38,9 @@ class LogitAdjustment(FedAvg):
         "global", description="class counts: the client's own, the sum over all clients, or an estimate"
     )
 
-    presets: ClassVar = {"paper": {}, "post_hoc": {"stage": "post_hoc"}}
-    ingredient: ClassVar[str] = "loss"
-    fidelity: ClassVar[str] = (
+    presets = {"paper": {}, "post_hoc": {"stage": "post_hoc"}}
+    ingredient = "loss"
+    fidelity = (
         "from a secondary source, which states its loss and its post-hoc rule; the sources of the prior are ours, and "
         "`estimated` is an estimator of our own"
     )

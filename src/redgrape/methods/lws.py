@@ -13,7 +13,7 @@ classifier has the scales in its rows.
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from pydantic import Field
@@ -32,8 +32,8 @@ class LWS(FedAvg):
 
     head_share: float = Field(0.1, ge=0, lt=1, description="R_2 / R, the share of rounds that train the scales")
 
-    presets: ClassVar = {"paper": {}}
-    fidelity: ClassVar[str] = (
+    presets = {"paper": {}}
+    fidelity = (
         "from a secondary source, which states its second stage; the draws are balanced within each client, where the "
         "paper has all data in one place, and learning rate and its schedule are those of the first stage"
     )

@@ -16,7 +16,6 @@ clients sampled, one round is enough.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
 
 import torch
 from pydantic import Field
@@ -35,12 +34,12 @@ class NCM(Method):
         None, ge=0, le=1, description="correction for few examples; none: 1 for up to 20 classes, else 0.5"
     )
 
-    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {"paper": {}, "usual": {"rho": 0.0}, "post_hoc": {}}
-    fidelity: ClassVar[str] = (
+    presets = {"paper": {}, "usual": {"rho": 0.0}, "post_hoc": {}}
+    fidelity = (
         "from a secondary source, which states the class means; the correction by rho is ours, and features are not "
         "normalised"
     )
-    sums_of_states: ClassVar[tuple[str, ...]] = ("sums",)
+    sums_of_states = ("sums",)
 
     def parts(self, model: Tensors, site: Site) -> Parts:
         return {"sums": class_statistics.part(class_statistics.zeros(model, site))}

@@ -11,8 +11,6 @@ client's examples; C_k: the classes that it holds.
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import torch
 from torch import Tensor
 
@@ -24,9 +22,9 @@ from redgrape.methods.fedavg import FedAvg
 class OverSampling(FedAvg):
     """FedAvg in which every class that a client holds comes equally often in its training."""
 
-    presets: ClassVar = {"paper": {}}
-    ingredient: ClassVar[str] = "sampler"
-    fidelity: ClassVar[str] = (
+    presets = {"paper": {}}
+    ingredient = "sampler"
+    fidelity = (
         "ours; the rule is common knowledge, and it is applied within a client, whose counts are all that it needs"
     )
 

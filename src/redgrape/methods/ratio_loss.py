@@ -15,7 +15,6 @@ class, held out before the long tail is cut. Of a rare class these may be more t
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -42,10 +41,10 @@ class RatioLoss(FedAvg):
     beta: float = Field(0.1, ge=0, le=LARGEST, description="part of the weight that follows the ratio")
     auxiliary_epochs: int = Field(2, ge=1, le=10**9, description="epochs on each class's auxiliary examples")
 
-    presets: ClassVar = {"paper": {}, "released": {"auxiliary_epochs": 1, "clip_norm": 1.0}}
-    uses_auxiliary: ClassVar[bool] = True
-    cheap: ClassVar = {"auxiliary_epochs": 1}
-    fidelity: ClassVar[str] = (
+    presets = {"paper": {}, "released": {"auxiliary_epochs": 1, "clip_norm": 1.0}}
+    uses_auxiliary = True
+    cheap = {"auxiliary_epochs": 1}
+    fidelity = (
         "from the authors' code (balanced-fl/Addressing-Class-Imbalance-FL at cd0e996); the paper's own text was not "
         "compared; an entry that no class raises counts for none, where the code gives it to a class that alone "
         "leaves it as it is; the monitor that estimates class counts is not part of the loss and not here"

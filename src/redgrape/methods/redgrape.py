@@ -26,7 +26,7 @@ docs/paper.md lists every choice that the paper leaves ambiguous.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 from pydantic import Field
@@ -66,7 +66,7 @@ class RedGrape(FedAvg):
     use_real_data: bool = Field(True, description="ablation: use real examples of classes")
     two_stream: bool = Field(True, description="ablation: train the second classifier W_hat")
 
-    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+    presets = {
         "paper": {},
         "released": {
             "placement": "after_step",
@@ -77,7 +77,7 @@ class RedGrape(FedAvg):
             "prototype_view": "augmented",
         },
     }
-    fidelity: ClassVar[str] = "from the paper; preset `released` after the authors' code; see docs/paper.md"
+    fidelity = "from the paper; preset `released` after the authors' code; see docs/paper.md"
 
     def parts(self, model: Tensors, site: Site) -> Parts:
         parts = super().parts(model, site)

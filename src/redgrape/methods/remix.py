@@ -14,8 +14,6 @@ as frequent and has less than tau of the mixture. So the border moves towards th
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import torch
 import torch.nn.functional as F
 from pydantic import Field
@@ -36,8 +34,8 @@ class Remix(FedAvg):
     tau: float = Field(0.5, ge=0, le=1, description="share below which the frequent class loses the label")
     counts: CountSource = Field("global", description="class counts: the sum over all clients, or the client's own")
 
-    presets: ClassVar = {"paper": {}}
-    fidelity: ClassVar[str] = (
+    presets = {"paper": {}}
+    fidelity = (
         "from a secondary source, which states its rule from public code; clients mix their own examples only, and the "
         "sources of the counts are ours"
     )

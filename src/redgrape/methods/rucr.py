@@ -20,8 +20,6 @@ Before a class has a mean, its cosine is zero. With a = 0 and R_2 = 0 it is FedA
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
-
 import torch
 import torch.nn.functional as F
 from pydantic import Field
@@ -55,9 +53,9 @@ class RUCR(FedAvg):
     retrain_lr: float = Field(0.01, gt=0, le=LARGEST, description="learning rate of the re-training")
     retrain_batch: int = Field(256, ge=1, le=10**9, description="virtual features per step")
 
-    presets: ClassVar = {"paper": {}}
-    cheap: ClassVar = {"retrain_epochs": 2, "virtual": 3}
-    fidelity: ClassVar[str] = (
+    presets = {"paper": {}}
+    cheap = {"retrain_epochs": 2, "virtual": 3}
+    fidelity = (
         "from the authors' code; there clients send their means and train on the global ones in the same round, here "
         "they are used in the next; features of the received model are those of evaluation mode, pi is "
         "that of all clients, not of a round's, and 20 of 200 rounds re-train"
@@ -77,8 +75,8 @@ class RUCR(FedAvg):
         return {"model": model, "trained": _copied(classifier.of(model)), "means": means, **_COUNTS.first(site)}
 
     def broadcast(self, server: Tree) -> Tree:
-        trained = {f"classifier.{name}": t for name, t in server["trained"].items()}
-        return {"model": {**server["model"], **trained}, "means": server["means"], **_COUNTS.kept(server)}
+        model = classifier.with_W(server["model"], server["trained"])
+        return {"model": model, "means": server["means"], **_COUNTS.kept(server)}
 
     def client_update(self, broadcast: Tree, state: Tree, site: ClientSite) -> tuple[Tree, Tree]:
         net = self.load_for_training(broadcast["model"], site)
@@ -121,11 +119,11 @@ class RUCR(FedAvg):
 
     def server_update(self, server: Tree, received: Received, site: ServerSite) -> Tree:
         before = self.broadcast(server)["model"]
-        model: dict[str, Any] = dict(received.moved(before, self.server_lr))
+        model = received.moved(before, self.server_lr)
         trained = _copied(classifier.of(model))
         if in_second_stage(self.head_share, site.round, site.rounds):
             head = tree.add(classifier.of(before), received.mean("delta_head"), self.server_lr)
-            model |= {f"classifier.{name}": t for name, t in head.items()}
+            model = classifier.with_W(model, head)
         means, _ = received.table("means", server["means"])
         return {"model": model, "trained": trained, "means": means, **_COUNTS.kept(server)}
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 from pydantic import Field
@@ -35,10 +35,10 @@ class Scaffold(FedAvg):
     optimizer: Literal["sgd"] = Field("sgd", description="local optimizer; option II measures gradients by sgd steps")
     momentum: float = Field(0.0, ge=0, lt=1, description="momentum of sgd; the paper has none")
 
-    presets: ClassVar = {"paper": {}}
-    sums_of_states: ClassVar[tuple[str, ...]] = ("c",)
-    ingredient: ClassVar[str] = "regulariser"
-    fidelity: ClassVar[str] = (
+    presets = {"paper": {}}
+    sums_of_states = ("c",)
+    ingredient = "regulariser"
+    fidelity = (
         "from a secondary source, which states option II; with momentum, which the paper does not have, S counts "
         "effective steps, and with clipping, which it lacks as well, c_i is biased"
     )

@@ -11,7 +11,7 @@ It needs nothing from the clients. `redgrape adjust RUN tau_norm` does it to the
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from pydantic import Field
@@ -30,9 +30,9 @@ class TauNorm(FedAvg):
 
     tau: float = Field(1.0, ge=0, le=2, description="0 leaves the rows as they are, 1 makes them equally long")
 
-    presets: ClassVar = {"paper": {}, "post_hoc": {}}
-    ingredient: ClassVar[str] = "head"
-    fidelity: ClassVar[str] = (
+    presets = {"paper": {}, "post_hoc": {}}
+    ingredient = "head"
+    fidelity = (
         "from the authors' code (facebookresearch/classifier-balancing at f162ade), which drops the bias; the paper "
         "chooses tau by validation data, here it is fixed beforehand"
     )

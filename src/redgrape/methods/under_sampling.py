@@ -13,8 +13,6 @@ the classes that it holds.
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import torch
 from pydantic import Field
 from torch import Tensor
@@ -29,9 +27,9 @@ class UnderSampling(FedAvg):
 
     least: int = Field(8, ge=1, le=10**9, description="examples below which no class is cut; 1: the plain rule")
 
-    presets: ClassVar = {"paper": {}, "plain": {"least": 1}}
-    ingredient: ClassVar[str] = "sampler"
-    fidelity: ClassVar[str] = (
+    presets = {"paper": {}, "plain": {"least": 1}}
+    ingredient = "sampler"
+    fidelity = (
         "ours; the rule is common knowledge, and it is applied within a client; that passes keep their length, and "
         "that no class is cut below 8 examples, is our choice"
     )

@@ -25,8 +25,8 @@ precision. S_k is what arrived, so G carries only the rounding of each client's 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, Literal, Self
+from collections.abc import Callable
+from typing import Any, Literal, Self
 
 import torch
 from pydantic import Field, model_validator
@@ -69,13 +69,13 @@ class Vine(FedAvg):
     extra_init: classifier.Start = Field("copy", description="initial W_hat: W's start, a new nn.Linear, or zeros")
     two_stream: bool = Field(True, description="ablation: train the second classifier W_hat")
 
-    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+    presets = {
         "paper": {},
         "stateless": {"memory": False},
         "unsurveyed": {"memory": False, "weights": "alike", "margin": 0.0},
     }
-    fidelity: ClassVar[str] = "ours; from RedGrape's equations"
-    sums_of_states: ClassVar[tuple[str, ...]] = ("G",)
+    fidelity = "ours; from RedGrape's equations"
+    sums_of_states = ("G",)
 
     @model_validator(mode="after")
     def _counts_are_known(self) -> Self:

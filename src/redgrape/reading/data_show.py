@@ -9,7 +9,7 @@ import numpy as np
 
 from redgrape.data.federation import Federation
 from redgrape.errors import StorageError
-from redgrape.reading.run_tables import pyplot
+from redgrape.reading.pictures import pyplot
 from redgrape.reading.terminal import listed, paragraph, printable, table
 from redgrape.runs import durable
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from redgrape.errors import ConfigError
-from redgrape.reading.run_tables import colours, pyplot
+from redgrape.reading.pictures import colours, pyplot
 from redgrape.runs import durable
 
 FORMATS = (".png", ".svg", ".pdf")

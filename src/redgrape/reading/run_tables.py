@@ -1,18 +1,16 @@
-"""Tables (mean ± std over seeds) and figures of runs. Needs neither torch nor the data."""
+"""Tables of runs: mean ± std over seeds. Needs neither torch nor the data."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from redgrape.errors import ConfigError, StorageError, needed
+from redgrape.errors import ConfigError, StorageError
 from redgrape.reading import gap, judged, terminal
 from redgrape.reading.run_view import EXTRA_DATA, RunView
-from redgrape.runs import durable
-from redgrape.runs.figures import FIGURES, LONGEST, OF_MANY_CLASSES
+from redgrape.runs.figures import FIGURES, OF_MANY_CLASSES
 
 TITLES = {
     "accuracy": "overall",
@@ -28,7 +26,6 @@ TITLES = {
 }
 SHORT = {**TITLES, "balanced": "balanced", "many": "> 100", "medium": "20 to 100", "few": "< 20"}  # in a terminal
 BEST = "of the best round by validation"
-POINTS = 100  # with very many classes, a figure shows the means of this many neighbourhoods
 
 
 def mean(values: Sequence[float]) -> float:
@@ -168,85 +165,6 @@ def print_table(results: Sequence[Result]) -> None:
     print(terminal.paragraph(caption(results)))
     for note in notes(results):
         print(terminal.paragraph(f"note: {note}"))
-
-
-def draw_per_class(results: Sequence[Result], path: Path) -> None:
-    """Plot accuracy per class from head to tail, one line per method (bars: std over seeds), above the class sizes."""
-    plt = pyplot()
-    environment = results[0].runs[0].environment or {}
-    names = environment["class_names"]
-    counts = environment["class_counts"] or [1] * len(names)  # in a deployment, only the sites know
-    order = sorted(range(len(counts)), key=lambda c: (-counts[c], c))
-    places = range(len(order))
-    wide, size = len(order) > 30, -(-len(order) // POINTS) if len(order) > LONGEST else 1
-    blocks = [order[start : start + size] for start in places[::size]]
-    figure, (top, bottom) = plt.subplots(
-        2, 1, figsize=(10 if wide else 8, 6), sharex=True, gridspec_kw={"height_ratios": [3, 1]}, layout="constrained"
-    )
-    for result, colour, marker in zip(results, colours(len(results)), "os^Dv<>phX*P" * 9, strict=False):
-        per_class = result.per_class()
-        values = [[value for c in block for value in per_class[c]] for block in blocks]
-        pairs = [mean_std(known) if known else (math.nan, None) for known in values]
-        errors = [100 * (std or 0.0) for _, std in pairs] if size == 1 and any(std for _, std in pairs) else None
-        top.errorbar(
-            [start + (len(block) - 1) / 2 for start, block in zip(places[::size], blocks, strict=True)],
-            [100 * mean for mean, _ in pairs],
-            yerr=errors,
-            label=f"{terminal.printable(result.title)} (tail {cell(result.by_seed('tail'), result.seeds)})".replace(
-                "$", r"\$"
-            ),
-            color=colour,
-            marker=None if wide else marker,
-            capsize=3,
-            linewidth=2,
-        )
-    top.set_ylabel("test accuracy, %" + (f", mean of {size} neighbouring classes" if size > 1 else ""))
-    top.set_ylim(-3, 103)
-    top.legend(loc="lower left")
-    top.grid(alpha=0.3)
-    groups = environment["groups"]
-    for boundary in (len(groups["head"]), len(groups["head"]) + len(groups["middle"])):
-        for axis in (top, bottom):
-            axis.axvline(boundary - 0.5, color="grey", linestyle=":", linewidth=1)
-    start = 0
-    for name in ("head", "middle", "tail"):
-        if groups[name]:
-            middle = start + (len(groups[name]) - 1) / 2
-            top.text(middle, 1.01, name, transform=top.get_xaxis_transform(), ha="center", va="bottom", color="grey")
-            start += len(groups[name])
-    if size > 1:
-        bottom.fill_between(places, [counts[c] for c in order], color="lightgrey", edgecolor="grey")
-    else:
-        bottom.bar(places, [counts[c] for c in order], color="lightgrey", edgecolor="grey")
-    bottom.set_yscale("log")
-    bottom.set_ylabel("training\nexamples")
-    step = max(1, len(order) // 25)
-    labels = [terminal.printable(names[c]) for c in order][::step]
-    if len(order) > 10:
-        turn: dict[str, Any] = {"rotation": 90}
-    elif len(order) * max(map(len, labels)) > 80:  # characters side by side
-        turn = {"rotation": 20, "ha": "right"}
-    else:
-        turn = {}
-    bottom.set_xticks(list(places)[::step], labels, parse_math=False, **turn)
-    bottom.set_xlabel("class, from head to tail")
-    figure.savefig(durable.ordinary(path), dpi=130)
-    plt.close(figure)
-
-
-COOLER = ("#4c78a8", "#f2a541", "#54a24b", "#9d755d", "#72b7b2", "#b279a2", "#5f6a72", "#d6a5c9")
-
-
-def colours(count: int) -> list[str]:
-    """Grape red for the last entry, cooler colours for the others."""
-    return [*[COOLER[i % len(COOLER)] for i in range(count - 1)], "#8e1b3f"]
-
-
-def pyplot() -> Any:
-    needed("matplotlib", "figures need matplotlib", "plots").use("Agg")
-    import matplotlib.pyplot as plt
-
-    return plt
 
 
 def _summary(run: RunView) -> dict[str, Any]:

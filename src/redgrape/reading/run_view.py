@@ -33,6 +33,7 @@ class RunView:
     metrics: list[dict[str, Any]]
     summary: dict[str, Any] | None
     cost: dict[str, float | None] = field(default_factory=dict)  # of the run: bytes_down, bytes_up, seconds
+    times: list[dict[str, Any]] = field(default_factory=list)  # seconds and workers of each round, if readable
 
     @classmethod
     def recorded(cls, path: Path) -> RunView:
@@ -69,7 +70,8 @@ class RunView:
                 summary = None  # from before the run was extended
             if summary is not None:
                 _check_summary(path, summary, metrics, environment)
-            view = cls(path, experiment, environment, metrics, summary, _cost(path, metrics))
+            times = _times(path)
+            view = cls(path, experiment, environment, metrics, summary, _cost(times, metrics), times)
             view.row()
         except (OSError, ValueError, RecursionError) as error:
             raise StorageError(f"'{path}' cannot be read as a run: {error}") from error
@@ -238,14 +240,23 @@ def _whole(path: Path) -> bytes | None:
     return data
 
 
-def _cost(path: Path, metrics: Sequence[dict[str, Any]]) -> dict[str, float | None]:
-    """What the run sent, over all clients and rounds, and the seconds of its rounds if their times can be read."""
+def _times(path: Path) -> list[dict[str, Any]]:
+    """The lines of times.jsonl. Damaged ones are left out, since times change no result."""
+    found = []
+    with suppress(OSError):
+        for line in durable.ordinary(path / "times.jsonl").read_bytes().split(b"\n"):
+            with suppress(ValueError, RecursionError):
+                if isinstance(values := json.loads(line), dict):
+                    found.append(values)
+    return found
+
+
+def _cost(times: Sequence[dict[str, Any]], metrics: Sequence[dict[str, Any]]) -> dict[str, float | None]:
+    """What the run sent, over all clients and rounds, and the seconds of its rounds if all their times are known."""
     sent = {name: sum(record.get(name, 0) for record in metrics) for name in ("bytes_down", "bytes_up")}
-    try:
-        times = [json.loads(line) for line in (path / "times.jsonl").read_bytes().splitlines()]
+    seconds = None
+    with suppress(KeyError, TypeError):
         seconds = sum(line["train"] + line["evaluate"] for line in times) if len(times) == len(metrics) else None
-    except (OSError, ValueError, RecursionError, KeyError, TypeError):
-        seconds = None
     return {**sent, "seconds": seconds}
 
 

@@ -25,7 +25,8 @@ from redgrape.rounds import RunState
 from redgrape.runs import durable
 from redgrape.runs.checksums import hash_of
 from redgrape.runs.client_states import StateFiles, StateFolder, files_in_use
-from redgrape.runs.experiment import Experiment, read_toml
+from redgrape.runs.experiment import Experiment
+from redgrape.runs.values import read_toml
 
 FORMAT = 3
 KEPT = 2

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import math
-import re
-import tomllib
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Literal, Self, get_args
+from typing import Any, Literal, Self
 
 import safetensors
 import safetensors.torch
 import tomli_w
 from pydantic import (
-    BaseModel,
     ConfigDict,
     Field,
     SerializerFunctionWrapHandler,
@@ -37,18 +34,15 @@ from redgrape.nets import pretrained
 from redgrape.nets.net import Net
 from redgrape.runs import durable, moved_keys
 from redgrape.runs.checksums import hash_of
+from redgrape.runs.values import for_toml, read_toml, with_none
 from redgrape.tree import Tensors
-from redgrape.validation import one_line, short
+from redgrape.validation import Strict, one_line, short
 
 CLASSES = {name: {"cifar100": 100, "fars": 8}.get(name, 10) for name in READERS}  # of the built-in data sets
-DEEPEST = 100  # parts of a key; method.lam has two
-_STRICT = ConfigDict(frozen=True, strict=True, extra="forbid")
 _OF_ENCODERS = {"frozen", "head", "size"}  # keys of [net]
 
 
-class NetOptions(BaseModel):
-    model_config = _STRICT
-
+class NetOptions(Strict):
     name: str = Field(
         "cnn",
         description="the net, a function (file.py:function), or a pretrained encoder: efficientnet_lite0, timm:NAME, "
@@ -71,7 +65,7 @@ class NetOptions(BaseModel):
     def parse(cls, values: Mapping[str, Any]) -> NetOptions:
         """From the section [net] of an experiment."""
         try:
-            return cls.model_validate(_with_none(values, cls))
+            return cls.model_validate(with_none(values, cls))
         except ValidationError as error:
             raise one_line(error, cls, "net") from error
 
@@ -111,17 +105,17 @@ class NetOptions(BaseModel):
         return {"name": self.name} | ({"head": self.head, "size": self.size} if self.is_pretrained else {})
 
 
-class MethodOptions(BaseModel):
+class MethodOptions(Strict):
     """The name and preset of the method. Every other key is a hyper-parameter of the method."""
 
-    model_config = ConfigDict(frozen=True, strict=True, extra="allow")
+    model_config = ConfigDict(extra="allow")
 
     name: str = Field("redgrape", description="the method, or the path of a Python file that defines one")
     preset: str = Field("paper", description="the starting values of the hyper-parameters")
 
     def create(self) -> Method:
         method = methods.load(self.name)
-        hyper = _with_none(self.model_extra or {}, method)
+        hyper = with_none(self.model_extra or {}, method)
         if reserved := {"self", "cls"} & hyper.keys():
             raise unknown("key", f"method.{min(reserved)}", [f"method.{name}" for name in method.model_fields])
         if method.presets:
@@ -139,10 +133,8 @@ class MethodOptions(BaseModel):
         return {"name": self.name, "preset": self.preset, **hyper}
 
 
-class Experiment(BaseModel):
+class Experiment(Strict):
     """Everything that determines the result of a run. How it is executed (workers, data folder) is not part of it."""
-
-    model_config = _STRICT
 
     seed: int = Field(0, ge=0, le=2**63 - 1, description="determines split, initial weights, sampling and shuffling")
     rounds: int = Field(20, ge=1, le=10**9, description="communication rounds")
@@ -261,7 +253,7 @@ class Experiment(BaseModel):
         moved_keys.check(values)
         cls._check_sections(values)
         try:
-            experiment = cls.model_validate(_with_none(values, cls))
+            experiment = cls.model_validate(with_none(values, cls))
         except ValidationError as error:
             raise one_line(error, cls) from error
         except RecursionError as error:
@@ -305,7 +297,7 @@ class Experiment(BaseModel):
             if getattr(self, name) == default
         }
         values = self.model_dump(exclude={"method", *unset}) | {"method": self.method.resolved()}
-        return {name: _for_toml(value) for name, value in values.items()}
+        return {name: for_toml(value) for name, value in values.items()}
 
     def to_toml(self) -> str:
         return tomli_w.dumps(self.resolved())
@@ -369,66 +361,3 @@ def _weights_for(own: Tensors, path: Path) -> Tensors:
                 f"'{path}': tensor '{name}' has shape {list(t.shape)}, but the net needs {list(own[name].shape)}"
             )
     return taken
-
-
-def read_toml(path: Path) -> dict[str, Any]:
-    if path.is_dir() or path.suffix == ".npz" or is_table(path.name):  # as `fit` and `embed` take data
-        raise ConfigError(f"'{path}' is no experiment file (TOML); name data as --data {path}")
-    try:
-        return _toml(durable.ordinary(path, ConfigError).read_text(encoding="utf-8-sig"))
-    except OSError as error:
-        raise ConfigError(f"cannot read the experiment '{path}': {error.strerror}") from error
-    except (ValueError, RecursionError) as error:  # bad TOML, bad UTF-8, or a number with too many digits
-        raise ConfigError(short(f"'{path}' is not valid TOML: {error}")) from error
-
-
-def _toml(text: str) -> dict[str, Any]:
-    if any(piece.count(".") > DEEPEST for piece in re.split("[=,\n]", text)):  # tomllib takes quadratic time
-        raise ValueError(f"a key has more than {DEEPEST} parts")
-    return tomllib.loads(text)
-
-
-def override(values: dict[str, Any], assignment: str) -> None:
-    """Apply `section.key=value`. The value is parsed as TOML, or taken as a string if it is not valid TOML."""
-    key, equals, text = assignment.partition("=")
-    if not equals or not key.strip():
-        raise ConfigError(f"'{short(assignment, 100)}' is not of the form key=value, such as data.ir=100")
-    if len(assignment.splitlines()) > 1:
-        raise ConfigError(f"'{short(assignment, 100)}' has a line break; set one key at a time, on one line")
-    try:
-        value = _toml(f"value = {text}")["value"]
-    except (ValueError, RecursionError):
-        value = text
-    put(values, key.strip(), value)
-
-
-def put(values: dict[str, Any], key: str, value: Any) -> None:
-    """Set `section.key` in nested values."""
-    *sections, name = key.split(".")
-    if len(sections) > DEEPEST:
-        raise ConfigError(f"'{short(key, 100)}' has {len(sections) + 1} parts; a key has at most {DEEPEST}")
-    for section in sections:
-        values = values.setdefault(section, {})
-        if not isinstance(values, dict):
-            raise ConfigError(short(f"'{key}' cannot be set: '{section}' is a value, not a section"))
-    values[name] = value
-
-
-def _for_toml(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {name: _for_toml(inner) for name, inner in value.items()}
-    return "none" if value is None else list(value) if isinstance(value, tuple) else value
-
-
-def _with_none(values: Any, model: type[BaseModel]) -> Any:
-    """Replace the word none by None, for keys that can be None."""
-    if not isinstance(values, Mapping):
-        return values
-    read = dict(values)
-    for name, field in model.model_fields.items():
-        kind = field.annotation
-        if isinstance(kind, type) and issubclass(kind, BaseModel) and name in read:
-            read[name] = _with_none(read[name], kind)
-        elif read.get(name) == "none" and type(None) in get_args(kind):
-            read[name] = None
-    return read

@@ -37,8 +37,9 @@ from redgrape.errors import BusyError, ConfigError, StorageError
 from redgrape.rounds import RunState
 from redgrape.runs import checksums, durable
 from redgrape.runs.checkpoints import Checkpoints, differences
-from redgrape.runs.experiment import Experiment, read_toml
+from redgrape.runs.experiment import Experiment
 from redgrape.runs.figures import packed, unpacked_record
+from redgrape.runs.values import read_toml
 
 LINES = ("metrics.jsonl", "times.jsonl")
 

@@ -248,7 +248,7 @@ def _link(deployment: Deployment, simulated_data: Path | None) -> Iterator[tuple
 def _values(options: argparse.Namespace, default: Path) -> dict[str, Any]:
     """The values of the experiment. Hyper-parameters of the deployment's method do not apply to other methods."""
     from redgrape.cli.execution import described
-    from redgrape.runs.experiment import read_toml
+    from redgrape.runs.values import read_toml
 
     name = getattr(options, "set:method.name")
     options.experiment = options.experiment or default

@@ -19,7 +19,7 @@ from redgrape.errors import BusyError, ConfigError, DataError, Diverged, Redgrap
 from redgrape.reading import run_tables
 from redgrape.reading.run_view import RunView, find_runs, view
 from redgrape.reading.suites import cost, description, formats, found_cells, grid, search, side_by_side, tables
-from redgrape.reading.suites.description import Cell, Label, Suite, label_text, text
+from redgrape.reading.suites.cells import Cell, Label, Suite, label_text, text
 from redgrape.reading.suites.found_cells import Standing
 from redgrape.reading.terminal import printable
 from redgrape.runs import durable

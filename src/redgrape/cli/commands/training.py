@@ -30,18 +30,19 @@ from redgrape.cli.publish import publish
 from redgrape.data.prepare import prepare
 from redgrape.errors import ConfigError, Diverged, RedgrapeError, StorageError, TooFewClients
 from redgrape.methods import RECOMMENDED, WITHOUT_TRAINING
-from redgrape.reading import run_tables, run_view
+from redgrape.reading import pictures, run_tables, run_view
 from redgrape.reading.learned import disclosed
 from redgrape.reading.learned_in_words import leak_in_one_line
 from redgrape.reading.suites import tables
-from redgrape.reading.suites.description import Cell, Suite
+from redgrape.reading.suites.cells import Cell, Suite
 from redgrape.reading.suites.found_cells import Standing
 from redgrape.reading.terminal import printable
 from redgrape.runs import durable
 from redgrape.runs.environment import REMEDY, Present
-from redgrape.runs.experiment import Experiment, NetOptions, override, read_toml
+from redgrape.runs.experiment import Experiment, NetOptions
 from redgrape.runs.figures import FIGURES, OF_MANY_CLASSES
 from redgrape.runs.folder import RunFolder
+from redgrape.runs.values import override, read_toml
 
 
 def run(options: argparse.Namespace) -> None:
@@ -200,7 +201,7 @@ def _publish(
 ) -> None:
     """Write and print the table, and draw the picture."""
     picture = options.out / "per_class.png"
-    run_tables.draw_per_class(results, picture)
+    pictures.draw_per_class(results, picture)
     suite = Suite(
         name=options.out.name,
         title=f"Comparison of {', '.join(specs)}",

@@ -6,11 +6,11 @@ deployment in advance. Ray is the extra `redgrape[flower-simulation]`.
 
 from __future__ import annotations
 
-import socket
 from importlib.util import find_spec
 from pathlib import Path
 
 from redgrape.data.table import SUFFIXES, listed
+from redgrape.deploy.processes.supervision import free_port
 from redgrape.deploy.setup.folder import Deployment
 from redgrape.errors import ConfigError, DataError, install
 
@@ -30,7 +30,7 @@ class SimulatedDeployment(Deployment):
         for name in self.options.sites:
             if not data_of(data, name).exists():
                 raise DataError(f"there is no '{data / name}', nor a file {listed(_kinds(name))} in '{data}'")
-        own = {"host": "127.0.0.1", "bind": "127.0.0.1", "port": _free_port(), "plain": True}
+        own = {"host": "127.0.0.1", "bind": "127.0.0.1", "port": free_port(), "plain": True}
         self.options = self.options.model_copy(update=own)
 
     @property
@@ -45,9 +45,3 @@ def data_of(data: Path, name: str) -> Path:
 
 def _kinds(name: str) -> list[str]:
     return [f"{name}{suffix}" for suffix in (".npz", *SUFFIXES)]
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -18,12 +18,12 @@ from typing import Any
 
 from redgrape.deploy.processes import fork_server
 from redgrape.deploy.processes.launch import NOT_RUN
-from redgrape.deploy.processes.supervision import APP, LOOK, POLL, SOCKET, Owned, environment, require_flower
+from redgrape.deploy.processes.supervision import APP, LOOK, POLL, SOCKET, Owned, environment, free_port, require_flower
 from redgrape.deploy.protocol.deadlines import PROMISE, Promise
 from redgrape.deploy.protocol.wire import REFUSED
 from redgrape.deploy.setup import certificates
 from redgrape.deploy.setup.folder import SiteFolder
-from redgrape.errors import BusyError, ConfigError, DataError, RedgrapeError, StorageError
+from redgrape.errors import BY_EXIT_CODE, ConfigError, RedgrapeError
 
 START_DEADLINE = 600.0  # seconds to read and check the data
 CONNECT_DEADLINE = 20.0
@@ -79,7 +79,7 @@ class SiteRole:
             if "ready" in said:
                 return said
             if "error" in said:
-                raise _error(str(said["error"]), int(said["exit_code"]))
+                raise BY_EXIT_CODE.get(int(said["exit_code"]), RedgrapeError)(str(said["error"]))
             if code is not None:
                 raise RedgrapeError(
                     f"the site's process has ended with code {code}: {self._resident.last_words()[-300:]}"
@@ -133,7 +133,7 @@ class SiteRole:
     def _start_node(self) -> None:
         options, log = self._folder.options, self._folder.path / "supernode.log"
         command = [*self.node, "--superlink", options.server]
-        command += ["--host", "127.0.0.1", "--port", str(_free_port()), "--max-wait-time", str(CONNECT_DEADLINE)]
+        command += ["--host", "127.0.0.1", "--port", str(free_port()), "--max-wait-time", str(CONNECT_DEADLINE)]
         command += ["--node-config", f"partition-id={options.index} num-partitions={options.sites}"]
         if options.plain:
             command += ["--insecure"]
@@ -265,12 +265,6 @@ def why_clock_is_wrong(ahead: float) -> str | None:
     return f"{words}; set it" if -ahead > SKEW else None
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def _first_json(log: Path) -> dict[str, Any]:
     for line in log.read_bytes().splitlines():
         if line.startswith(b"{"):
@@ -280,8 +274,3 @@ def _first_json(log: Path) -> dict[str, Any]:
                 return {}  # half written
             return said if isinstance(said, dict) else {}
     return {}
-
-
-def _error(message: str, code: int) -> RedgrapeError:
-    kinds = {kind.exit_code: kind for kind in (ConfigError, DataError, StorageError, BusyError)}
-    return kinds.get(code, RedgrapeError)(message)

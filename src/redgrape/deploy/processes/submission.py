@@ -14,7 +14,7 @@ from redgrape.deploy.processes.superlink import Link
 from redgrape.deploy.processes.supervision import identity
 from redgrape.deploy.protocol import admission
 from redgrape.deploy.setup.folder import FEWEST_IN_SUM, Deployment, DeployOptions
-from redgrape.errors import BusyError, ConfigError, DataError, Diverged, RedgrapeError, StorageError, TooFewClients
+from redgrape.errors import BY_EXIT_CODE, ConfigError, RedgrapeError
 from redgrape.rounds import RunState
 from redgrape.runs.experiment import Experiment
 from redgrape.runs.folder import RunFolder
@@ -23,7 +23,6 @@ from redgrape.training import Step
 START_DEADLINE = 120.0  # seconds for the server's part to start
 SILENCE = 3600.0  # seconds for the server's own work in a round, besides its waits
 ATTEMPTS = 3  # times that the server's part may die before it is given up
-_KINDS = {kind.exit_code: kind for kind in (ConfigError, Diverged, TooFewClients, DataError, StorageError, BusyError)}
 
 
 class Died(RedgrapeError):
@@ -108,13 +107,13 @@ class Submission:
             before: dict[str, Any] = {}
             moved = time.monotonic()
             while not done:
-                state = self._journal()
+                state = journal(self._deployment)
                 if state != before:
                     before, moved = state, time.monotonic()
                 done = state.get("state") != "running"
                 gone = not done and not _runs(state)
                 seen = self._pass_on(state, seen, step, say)
-                if gone and self._journal().get("state") == "running":
+                if gone and journal(self._deployment).get("state") == "running":
                     done = True
                     raise Died("the server's part of the run has ended without a word")
                 if not done and time.monotonic() - moved > self._longest:
@@ -125,7 +124,7 @@ class Submission:
             if not done:  # interrupted: do not leave a run that nobody follows
                 self._link.stop(run)
         if state["state"] != "finished":
-            kind = _KINDS.get(int(state.get("exit_code", 1)), RedgrapeError)
+            kind = BY_EXIT_CODE.get(int(state.get("exit_code", 1)), RedgrapeError)
             raise kind(str(state.get("message", "the run has failed")))
 
     def _give_up(self, run: str, say: Callable[[str], None]) -> NoReturn:
@@ -142,7 +141,7 @@ class Submission:
 
     def _await_begin(self, ticket: str, run: str) -> None:
         ends = time.monotonic() + START_DEADLINE
-        while self._journal().get("ticket") != ticket:
+        while journal(self._deployment).get("ticket") != ticket:
             if time.monotonic() >= ends:
                 status = self._link.status(run)
                 raise RedgrapeError(
@@ -169,9 +168,6 @@ class Submission:
                     step(Step(RunState(record["round"], {}), record, seconds))
             return int(state["round"])
         return seen
-
-    def _journal(self) -> dict[str, Any]:
-        return journal(self._deployment)
 
 
 def journal(deployment: Deployment) -> dict[str, Any]:

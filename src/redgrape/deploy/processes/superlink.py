@@ -7,7 +7,7 @@ import ssl
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from pathlib import Path
 from typing import Any
@@ -141,10 +141,10 @@ def _understood(words: Sequence[str], text: str) -> dict[str, Any]:
     return answer
 
 
-def wait_until(condition: Any, seconds: float, every: float = 0.2) -> bool:
+def wait_until(condition: Callable[[], bool], seconds: float) -> bool:
     ends = time.monotonic() + seconds
     while not condition():
         if time.monotonic() >= ends:
             return False
-        time.sleep(every)
+        time.sleep(0.2)
     return True

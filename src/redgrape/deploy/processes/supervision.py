@@ -9,6 +9,7 @@ import ctypes
 import os
 import secrets
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -54,6 +55,12 @@ def require_flower() -> None:
 
     if find_spec("flwr") is None:
         raise ConfigError(f"this needs Flower; {install('flower')}")
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 def end_with_parent() -> None:

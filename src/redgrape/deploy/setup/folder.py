@@ -16,7 +16,6 @@ import ipaddress
 import math
 import os
 import re
-import tomllib
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar, cast
 
@@ -25,7 +24,6 @@ from pydantic import (
     AfterValidator,
     BaseModel,
     BeforeValidator,
-    ConfigDict,
     Field,
     SerializerFunctionWrapHandler,
     ValidationError,
@@ -35,10 +33,9 @@ from pydantic import (
 
 from redgrape.data.columns import Column, Columns
 from redgrape.errors import ConfigError
-from redgrape.runs import durable
-from redgrape.validation import as_tuple, one_line, short
+from redgrape.runs.values import read_toml
+from redgrape.validation import Strict, as_tuple, one_line
 
-_STRICT = ConfigDict(frozen=True, strict=True, extra="forbid")
 FEWEST_IN_SUM = 3  # sites in a secure sum
 WHY_THREE = "with two, each learns from the sum what the other sent"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,39}")
@@ -80,10 +77,8 @@ SiteName = Annotated[str, AfterValidator(_site_name)]
 Host = Annotated[str, AfterValidator(_host)]
 
 
-class DataAgreement(BaseModel):
+class DataAgreement(Strict):
     """What all sites' data must look like."""
-
-    model_config = _STRICT
 
     classes: Names = Field(description="the names of all classes, in order", min_length=2)
     shape: Annotated[tuple[Annotated[int, Field(ge=1)], ...], BeforeValidator(as_tuple)] = Field(
@@ -121,10 +116,8 @@ class DataAgreement(BaseModel):
         return Columns(label=str(self.label), columns=columns)
 
 
-class Deadlines(BaseModel):
+class Deadlines(Strict):
     """Deadlines in seconds. Every wait has one."""
-
-    model_config = _STRICT
 
     join: float = Field(300.0, gt=0, allow_inf_nan=False, description="seconds for the sites of a round to connect")
     round: float = Field(3600.0, gt=0, allow_inf_nan=False, description="seconds for a site's update")
@@ -133,19 +126,11 @@ class Deadlines(BaseModel):
     )
 
 
-class _Described(BaseModel):
-    model_config = _STRICT
-
+class _Described(Strict):
     @classmethod
     def read(cls: type[_Folder], path: Path) -> _Folder:
         try:
-            values = tomllib.loads(durable.ordinary(path).read_text(encoding="utf-8-sig"))
-        except OSError as error:
-            raise ConfigError(f"cannot read '{path}': {error.strerror}") from error
-        except (ValueError, RecursionError) as error:
-            raise ConfigError(short(f"'{path}' is not valid TOML: {error}")) from error
-        try:
-            return cls.model_validate(values)
+            return cls.model_validate(read_toml(path))
         except ValidationError as error:
             raise ConfigError(f"'{path}': {one_line(error, cls)}") from error
 

@@ -180,8 +180,8 @@ def _mean(values: Iterable[Any]) -> float | None:
 def _confusion(rows: Any, C: int) -> list[list[float | int | None]] | None:
     if not isinstance(rows, list) or len(rows) != C:
         return None
-    numbers = [_numbers(row, C) for row in rows]
-    return None if any(row is None for row in numbers) else [row for row in numbers if row is not None]
+    numbers = [row for row in (_numbers(row, C) for row in rows) if row is not None]
+    return numbers if len(numbers) == C else None
 
 
 def _norms(norms: Any, C: int) -> dict[str, list[float | int | None]] | None:
@@ -192,7 +192,7 @@ def _norms(norms: Any, C: int) -> dict[str, list[float | int | None]] | None:
 
 
 def _columns(reading: Reading, split: dict[str, Any] | None) -> dict[str, list[Any]]:
-    seconds = {line.get("round"): line for line in reading.times}
+    seconds = {line.get("round"): line for line in reading.view.times}
     C = len(split["class_counts"]) if split else 0
     columns: dict[str, list[Any]] = {}
     ages: list[int | None] = [None] * C
@@ -233,36 +233,38 @@ def _older(ages: Sequence[int | None], record: Mapping[str, Any]) -> list[int | 
 
 def _settings(readings: Mapping[str, Reading], runs: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Group runs that are equal except for method and seed, in order of appearance."""
-    together: dict[str, list[str]] = {}
+    other = other_data([reading.view for reading in readings.values()])
+    why = {key: other.get(reading.view.path, "") for key, reading in readings.items()}
+    groups = _of_equal_settings(readings, why)
+    first = {keys[0]: readings[keys[0]].view.experiment for keys in groups}
+    titles = [_title(e, _clients(readings[key])) + (", other data" if why[key] else "") for key, e in first.items()]
+    titles = _distinct(titles, [{**e, "method": {}, "seed": 0} for e in first.values()])
+    settings = []
+    for title, keys in zip(titles, groups, strict=True):
+        reason, methods = why[keys[0]], _methods(keys, readings, runs)
+        apart = [["Not to be compared with others", text(reason)]] if reason else []
+        settings.append(
+            {
+                "title": title,
+                "facts": [*_facts([readings[key] for key in keys]), *apart],
+                "notes": _notes(readings[keys[0]], runs[keys[0]]["tested"]) + _on_methods(methods, readings),
+                "methods": methods,
+            }
+        )
+    return settings
+
+
+def _of_equal_settings(readings: Mapping[str, Reading], why: Mapping[str, str]) -> list[list[str]]:
+    """The ids of the runs of each setting, baselines last. `why`: why a run cannot be compared with others."""
     shared = {key: _shared(reading.view.experiment) for key, reading in readings.items()}
     names = set().union(*shared.values())
     lacking = any(names - values.keys() for values in shared.values())
     defaults = _defaults() if lacking else {}
-    other = other_data([reading.view for reading in readings.values()])
+    together: dict[str, list[str]] = {}
     for key, values in shared.items():
-        whole = {name: values.get(name, defaults.get(name)) for name in names}
-        whole[""] = other.get(readings[key].view.path, "")
+        whole = {name: values.get(name, defaults.get(name)) for name in names} | {"": why[key]}
         together.setdefault(json.dumps(whole, sort_keys=True, default=str), []).append(key)
-    groups = [sorted(keys, key=lambda k: bool(baseline(readings[k].view.experiment))) for keys in together.values()]
-    firsts = [readings[keys[0]].view.experiment for keys in groups]
-    why = [other.get(readings[keys[0]].view.path, "") for keys in groups]
-    clients = [_clients(readings[keys[0]]) for keys in groups]
-    titles = [
-        _title(e, number) + (", other data" if reason else "")
-        for e, number, reason in zip(firsts, clients, why, strict=True)
-    ]
-    titles = _distinct(titles, [{**e, "method": {}, "seed": 0} for e in firsts])
-    methods = [_methods(keys, readings, runs) for keys in groups]
-    return [
-        {
-            "title": title,
-            "facts": _facts([readings[key] for key in keys])
-            + ([["Not to be compared with others", text(reason)]] if reason else []),
-            "notes": _notes(readings[keys[0]], runs[keys[0]]["tested"]) + _on_methods(here, readings),
-            "methods": here,
-        }
-        for title, keys, reason, here in zip(titles, groups, why, methods, strict=True)
-    ]
+    return [sorted(keys, key=lambda k: bool(baseline(readings[k].view.experiment))) for keys in together.values()]
 
 
 def _notes(reading: Reading, tested: Sequence[Any] | None) -> list[str]:
@@ -360,29 +362,26 @@ def _clients(reading: Reading) -> int | None:
 
 
 def _title(experiment: Mapping[str, Any], clients: int | None) -> str:
-    data = experiment["data"]
-    ratio = "" if data["imbalance"] == "natural" else f", imbalance ratio {data['ir']:g}"
-    return text(f"{Path(data['source']).stem}{ratio}, {_participation(experiment, clients)}")
-
-
-def _participation(experiment: Mapping[str, Any], clients: int | None) -> str:
     sampled, among = experiment.get("clients_per_round", "none"), "natural" if clients is None else clients
-    return f"{among} clients" if sampled in ("none", clients) else f"{sampled} of {among} clients a round"
+    participation = f"{among} clients" if sampled in ("none", clients) else f"{sampled} of {among} clients a round"
+    return text(f"{Path(experiment['data']['source']).stem}{_ratio(experiment['data'])}, {participation}")
+
+
+def _ratio(data: Mapping[str, Any]) -> str:
+    return "" if data["imbalance"] == "natural" else f", imbalance ratio {data['ir']:g}"
 
 
 def _facts(readings: Sequence[Reading]) -> list[list[str]]:
     """The facts of a setting, in words."""
     experiment = readings[0].view.experiment
     data, sampled = experiment["data"], experiment.get("clients_per_round", "none")
-    ratio = "" if data["imbalance"] == "natural" else f", imbalance ratio {data['ir']:g}"
     alpha = f", alpha {data['alpha']:g}" if judged.has_alpha(data["partition"]) else ""
     clients = _clients(readings[0])
     among = "" if clients is None else f" of {clients}"
-    each = f"all{among}" if sampled == "none" else f"{sampled}{among}, drawn anew"
     facts = {
-        "Data": f"{Path(data['source']).stem}, {data['imbalance']}{ratio}",
+        "Data": f"{Path(data['source']).stem}, {data['imbalance']}{_ratio(data)}",
         "Partition": f"{data['partition']}{alpha}",
-        "Clients in a round": each,
+        "Clients in a round": f"all{among}" if sampled == "none" else f"{sampled}{among}, drawn anew",
         "Rounds": experiment["rounds"],
         "Net": experiment["net"]["name"],
     }

@@ -28,10 +28,9 @@ State = Literal["finished", "training", "stopped"]
 
 @dataclass(frozen=True)
 class Reading:
-    """A readable run: its view, its times, and what `redgrape evaluate` found out about its final model."""
+    """A readable run: its view, and what `redgrape evaluate` found out about its final model."""
 
     view: RunView
-    times: list[dict[str, Any]]
     evaluation: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
@@ -39,7 +38,7 @@ class Reading:
         for name in FILES:
             durable.ordinary(path / name)
         found = view(path)
-        return cls(found, _times(path), _evaluation(found))
+        return cls(found, _evaluation(found))
 
     @property
     def state(self) -> State:
@@ -90,21 +89,3 @@ def _evaluation(view: RunView) -> dict[str, Any]:
         return {}
     is_current = isinstance(found, dict) and found.get("state") == (view.summary or {}).get("state", "")
     return found if is_current else {}
-
-
-def _times(path: Path) -> list[dict[str, Any]]:
-    """The readable lines of times.jsonl. Damaged lines are skipped, because times affect no result."""
-    lines = []
-    file = path / "times.jsonl"
-    try:
-        text = file.read_bytes() if file.exists() else b""
-    except OSError:
-        return []
-    for line in text.split(b"\n"):
-        try:
-            value = json.loads(line)
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(value, dict):
-            lines.append(value)
-    return lines

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -81,13 +80,13 @@ def measure(folder: Path, workers: int) -> list[Measured]:
     found = []
     for path in find_runs(folder):
         try:
-            lines = [json.loads(line) for line in (path / "times.jsonl").read_bytes().splitlines()]
+            view = RunView.read(path)
+            lines, described = view.times, view.experiment
             seconds = sum(line["train"] + line["evaluate"] for line in lines)
-            described = RunView.read(path).experiment
             if described["method"]["name"].endswith(".py"):
                 continue  # an estimate must not run user code
             experiment = Experiment.parse(described)
-        except (OSError, ValueError, KeyError, TypeError, RedgrapeError):
+        except (KeyError, TypeError, RedgrapeError):
             continue  # a run without times, or one that is being written
         rounds = Counter(line.get("workers", workers) for line in lines)  # a run may resume with other workers
         models = {count: modelled(experiment, count) for count in rounds}

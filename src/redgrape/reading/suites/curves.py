@@ -8,14 +8,15 @@ import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
-from redgrape.reading import run_tables, terminal
+from redgrape.reading import pictures, run_tables
+from redgrape.reading.pictures import printed
 from redgrape.reading.suites.found_cells import Standing
 from redgrape.reading.suites.tables import Table
 
 
 def draw(table: Table, path: Path) -> None:
     """Draw a PNG of the first measure of the suite. Needs matplotlib."""
-    plt = run_tables.pyplot()
+    plt = pictures.pyplot()
     finished = [s for s in table.standings if s.finished]
     with_curves = {_place(table, s)[1] for s in finished if s.view and len(s.view.metrics) > 1}
     shown = with_curves or {_place(table, s)[1] for s in finished}  # a panel of levels alone says little
@@ -65,13 +66,8 @@ def draw(table: Table, path: Path) -> None:
 def looks(rows: Sequence[str]) -> dict[str, tuple[str, str]]:
     """A colour and a line style for each row. The style changes when all colours are used."""
     ours_last = sorted(rows, key=lambda row: row == "RedGrape")
-    styles = [("-", "--", "-.", ":")[i // len(run_tables.COOLER) % 4] for i in range(len(rows))]
-    return dict(zip(ours_last, zip(run_tables.colours(len(rows)), styles, strict=True), strict=True))
-
-
-def printed(row: str) -> str:
-    """The name of a row in a picture: no escapes, no mathematics."""
-    return "\n".join(terminal.printable(line).replace("$", r"\$") for line in row.split("\n"))
+    styles = [("-", "--", "-.", ":")[i // len(pictures.COOLER) % 4] for i in range(len(rows))]
+    return dict(zip(ours_last, zip(pictures.colours(len(rows)), styles, strict=True), strict=True))
 
 
 def _place(table: Table, standing: Standing) -> tuple[str, tuple[str, ...]]:

@@ -17,7 +17,7 @@ from redgrape.reading.run_tables import BEST, TITLES
 from redgrape.reading.run_view import EXTRA_DATA, plain
 from redgrape.reading.suites import found_cells, ranking
 from redgrape.reading.suites.blocks import FULL, NARROW, Block, Style, Text, called, figure, times100, verdict
-from redgrape.reading.suites.description import text
+from redgrape.reading.suites.cells import text
 from redgrape.reading.suites.statistics import FEWEST_SEEDS, Paired
 from redgrape.reading.suites.tables import Entry, Table
 from redgrape.runs import durable

@@ -20,7 +20,7 @@ from redgrape.errors import RedgrapeError, StorageError
 from redgrape.reading import records as record_files
 from redgrape.reading import run_view
 from redgrape.reading.run_view import RunView, find_runs, plain
-from redgrape.reading.suites.description import Cell, identity
+from redgrape.reading.suites.cells import Cell, identity
 from redgrape.runs import durable
 from redgrape.runs.environment import REMEDY, Present, file_digests
 from redgrape.runs.experiment import Experiment

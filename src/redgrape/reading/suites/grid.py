@@ -8,9 +8,9 @@ from dataclasses import replace
 from typing import Any
 
 from redgrape.errors import ConfigError
-from redgrape.reading.suites.description import Label, Suite
-from redgrape.runs.experiment import override
+from redgrape.reading.suites.cells import Label, Suite
 from redgrape.runs.figures import FIGURES
+from redgrape.runs.values import override
 
 
 def suite(

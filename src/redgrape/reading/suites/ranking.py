@@ -6,12 +6,12 @@ import math
 from collections.abc import Callable
 from pathlib import Path
 
-from redgrape.reading import method_index, run_tables
+from redgrape.reading import method_index
 from redgrape.reading.gap import baseline
+from redgrape.reading.pictures import COOLER, GRAPE, printed, pyplot
 from redgrape.reading.run_tables import by_seed, mean
 from redgrape.reading.run_view import EXTRA_DATA
 from redgrape.reading.suites.blocks import DASH, Block, Style, Text, called, figure, verdict
-from redgrape.reading.suites.curves import printed
 from redgrape.reading.suites.found_cells import Standing
 from redgrape.reading.suites.statistics import Paired
 from redgrape.reading.suites.tables import Table
@@ -77,7 +77,7 @@ def _facts(standings: list[Standing]) -> list[str]:
 def draw(table: Table, path: Path) -> None:
     """Draw a PNG: overall accuracy against the tail's, a point a method with the deviation over seeds, a panel for each
     column. Points have the place of their method in the table. Needs matplotlib."""
-    plt = run_tables.pyplot()
+    plt = pyplot()
     columns = [c for c in table.columns if any(e.values for e in table.entries if e.column == c)]
     suite = table.suite
     setting = [str(v[0]) for key, v in suite.axes.items() if len(v) == 1 and key not in (*suite.rows, *suite.columns)]
@@ -91,7 +91,7 @@ def draw(table: Table, path: Path) -> None:
             x, y = (table.at(row, column, measure) for measure in ("accuracy", "tail"))
             if x.mean is None or y.mean is None:
                 continue
-            colour = "#8e1b3f" if row == "RedGrape" else run_tables.COOLER[(place - 1) % len(run_tables.COOLER)]
+            colour = GRAPE if row == "RedGrape" else COOLER[(place - 1) % len(COOLER)]
             spreads = [100 * (entry.std or 0.0) for entry in (x, y)]
             label = printed(f"{place}  {row}")
             at = 100 * x.mean, 100 * y.mean

@@ -14,7 +14,7 @@ from typing import Any
 
 from redgrape.errors import ConfigError, needed
 from redgrape.reading.suites import grid
-from redgrape.reading.suites.description import Label
+from redgrape.reading.suites.cells import Label
 
 _RANGE = re.compile(r"(?P<low>[^,]+?)\.\.(?P<high>[^,]+?)(?P<log>:log)?")
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from redgrape.reading.run_tables import by_seed, mean_std, means
 from redgrape.reading.run_view import RunView, machines, other_data
-from redgrape.reading.suites.description import Suite, label_text
+from redgrape.reading.suites.cells import Suite, label_text
 from redgrape.reading.suites.found_cells import Standing
 from redgrape.reading.suites.statistics import FEWEST_SEEDS, Paired, paired
 from redgrape.runs.figures import LAST
