@@ -491,6 +491,20 @@ def test_groups_go_by_count_and_a_given_tail_is_the_tail() -> None:
     assert (data.groups.head, data.groups.tail) == ((0, 2), (1,))
 
 
+def test_a_fingerprint_is_of_every_clients_rows_and_labels() -> None:
+    """A split with another label, boundary or order of the clients is another. With labels 1 and 0, the rows 0 and 1 of
+    one client are the numbers 0, 1, 1, 0, and those of two clients are so too: the sizes tell them apart."""
+    test = rg.Examples(torch.zeros(1, 1), torch.tensor([0]))
+
+    def made(labels: list[int], *parts: list[int]) -> str:
+        train = rg.Examples(torch.zeros(3, 1), torch.tensor(labels))
+        return rg.Federation.from_parts(train, [np.array(part) for part in parts], test, 2).fingerprint()
+
+    splits = [made([1, 0, 0], *parts) for parts in ([[0, 1]], [[0], [1]], [[1], [0]], [[0, 2]], [[0, 1, 2]])]
+    assert len({*splits, made([1, 1, 0], [0, 1])}) == 6
+    assert made([1, 0, 0], [0, 1]) == splits[0] == made([1, 0, 1], [0, 1])  # nobody holds the last row
+
+
 # Worker processes
 
 

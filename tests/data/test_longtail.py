@@ -103,6 +103,14 @@ def test_choose_depends_on_seed_and_purpose() -> None:
     assert all((a != b).any() for a, b in ((draws[0], draws[1]), (draws[0], draws[2])))
 
 
+def test_choose_draws_from_each_class_by_itself() -> None:
+    """Two classes of 1,000 examples: 100 at other places in each, and those of a class whatever the other one keeps."""
+    labels = np.repeat([0, 1], 1000)
+    first, second = np.split(choose(labels, [100, 100], 0), 2)
+    assert (first != second - 1000).any()
+    assert (choose(labels, [7, 100], 0)[7:] == second).all()
+
+
 def test_choose_refuses_more_than_there_are() -> None:
     with pytest.raises(DataError, match="3 examples of class 1 were asked for, but there are 2"):
         choose(np.array([0, 1, 1]), [1, 3], 0)

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from redgrape.data import count_matrix
 from redgrape.data.longtail import exponential
-from redgrape.data.partition import client_names, partition
+from redgrape.data.partition import _creff_group, client_names, partition
 from redgrape.data.prepare import DataOptions, prepare
 from redgrape.errors import ConfigError, DataError
 
@@ -168,6 +168,33 @@ def test_creff_has_the_skew_of_the_published_code() -> None:
     assert np.mean(distances) == pytest.approx(0.437, abs=0.015)
     rarest = [counts[:, -3:] / counts[:, -3:].sum(axis=0) for counts in drawn]
     assert np.mean([(1 / (shares**2).sum(axis=0)).mean() for shares in rarest]) == pytest.approx(4.17, abs=0.4)
+
+
+def test_creff_gives_a_group_rows_by_its_clients(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 25 clients two groups have ten and the last has five, and with them half as many rows."""
+    groups = []
+
+    def divided(labels: NDArray[np.int64], clients: int, *_: Any) -> NDArray[np.int64]:
+        groups.append((len(labels), clients))
+        return np.arange(len(labels)) % clients
+
+    monkeypatch.setattr("redgrape.data.partition._creff_group", divided)
+    partition(long_tailed(2, 1250, 1), "creff", 25, 1.0, 0)
+    assert groups == [(1000, 10), (1000, 10), (500, 5)]
+
+
+def test_a_group_of_creff_leaves_nobody_with_less_than_half_of_its_share() -> None:
+    labels = long_tailed(10, 500, 50)
+    for seed in range(20):
+        owner = _creff_group(labels, 10, 0.05, np.random.default_rng(seed))
+        assert np.bincount(owner, minlength=10).min() >= len(labels) // 20
+
+
+def test_creff_truncates_the_boundaries_in_a_class(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ten rows in parts of 0.27, 0.36 and 0.37 end at 2.7, 6.3 and 10."""
+    monkeypatch.setattr("redgrape.data.partition._dirichlet", lambda *_: np.array([0.27, 0.36, 0.37]))
+    owner = _creff_group(np.zeros(10, dtype=np.int64), 3, 1.0, np.random.default_rng(0))
+    assert np.bincount(owner).tolist() == [2, 4, 4]
 
 
 def test_creff_closes_clients_that_hold_their_share() -> None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import re
@@ -21,6 +22,7 @@ pytest.importorskip("flwr")
 from cryptography.fernet import InvalidToken
 from deployments import SITES, Federated, locally
 from flwr.common.secure_aggregation import secaggplus_utils
+from flwr.common.secure_aggregation.crypto.shamir import combine_shares
 from test_deploy_parts import RUN, FakeGrid, _question, _run, options
 
 from redgrape import tree
@@ -179,6 +181,28 @@ def test_masks_come_from_the_whole_secret() -> None:
     assert not (ours[0] == ours[1]).any() and (ours[0] == ours[2]).all()
     assert ours[0].min() >= 0 and 0.9 < ours[0].max() / 2**40 < 1
     assert secure_sum._flower.pseudo_rand_gen is secure_sum._masks
+
+
+def test_the_largest_numbers_of_as_many_sites_as_may_be_add_up() -> None:
+    """Halves of 31 bits, added over all sites modulo the masks' modulus, give the sum. Those of -1 are the largest."""
+    sites = secure_sum.MOST
+    numbers = np.array([2**61 // sites - 1, 1 - 2**61 // sites, -1])
+    halves = [(half + 2**30).astype(np.int64) for half in secure_sum._halves(numbers)]
+    added = [half * sites & (secure_sum._MODULUS - 1) for half in halves]
+    assert secure_sum._whole(added, sites).tolist() == (numbers * sites).tolist()
+
+
+def test_half_of_the_sites_cannot_unmask_a_sum() -> None:
+    """Of six sites four must agree: no three of them answer, and three shares give another secret than four."""
+    members, _, _ = _upto("revealed", 6)
+    with pytest.raises(ConfigError, match="asks to unmask others"):
+        members[0].answer(Stage("revealed", [0, 1, 2], [3, 4, 5]), {})
+    members, _, _ = _upto("revealed", 6)
+    shares = [member.answer(Stage("revealed", list(range(6)), []), {})["share/0"] for member in members]
+    secret = combine_shares(shares[:4])
+    assert secret == combine_shares(shares[2:]) == combine_shares(shares)
+    with contextlib.suppress(ValueError):  # the padding of a false secret is rarely right
+        assert combine_shares(shares[:3]) != secret
 
 
 def _lie(stage: str, change: Callable[[Reply], Reply]) -> Callable[[int, str, Reply], Reply]:

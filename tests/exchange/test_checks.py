@@ -646,6 +646,43 @@ def test_outliers_by_hand() -> None:
     assert outliers(of(0, 0, 0, 2.1), parts, model).keys() == {3}
 
 
+def test_features_statistics_and_sums_beside_those_of_others_by_hand() -> None:
+    """20 times the median feature, 100 times the lower median of a statistic or of a sum for each example, and none of
+    them less than 1. What was sent counts with statistics: 7 of 0 gives 700."""
+    model, like = {"w": torch.zeros(1)}, {"s": torch.tensor([-7.0])}
+    parts: Parts = {"b": Statistics(like, {})}
+    none: dict[str, Any] = {"directions": {}, "features": {}, "statistics": {}, "sums": {}}
+    for name, two, bound in (
+        ("features", (2.0, 3.0), 60),
+        ("features", (0.0, 0.0), 20),
+        ("statistics", (8.0, 9.0), 900),
+        ("statistics", (0.0, 1.0), 700),
+        ("sums", (2.0, 3.0), 300),
+        ("sums", (0.0, 0.0), 100),
+    ):
+        for last, refused_ones in ((0.99 * bound, set()), (1.01 * bound, {2})):
+            each = [Measures(1, **{**none, name: {"b/s": number}}) for number in (*two, last)]
+            assert outliers(dict(enumerate(each)), parts, model).keys() == refused_ones, (name, last)
+
+
+@pytest.mark.parametrize(("own", "most"), [(5.0, 5e4), (0.1, 1e4)])
+def test_a_part_is_at_most_ten_thousand_times_as_long_as_the_model(own: float, most: float) -> None:
+    """Or as one, if the model is shorter. The lengths of a part's tensors are 3 and 4 fifths of its own."""
+    parts: Parts = {"delta": Direction({"a": torch.zeros(1), "b": torch.zeros(2)})}
+    inspection = Inspection(parts, {"w": torch.tensor([own])}, 2)
+    for length in (0.99 * most, 1.01 * most):
+        update = {"delta": {"a": torch.tensor([0.6 * length]), "b": torch.tensor([0.0, 0.8 * length])}}
+        with pytest.raises(UpdateRejected, match="has length") if length > most else nullcontext():
+            assert inspection.lengths(update) == {"delta": pytest.approx(length)}
+
+
+def test_a_data_sum_is_measured_for_each_example() -> None:
+    """A sum of length 12 over three examples and one: 3 for each of four."""
+    parts: Parts = {"sums": Sum({"n": torch.zeros(2, dtype=torch.int64), "x": torch.zeros(1)}, counted="n")}
+    update = {"sums": {"n": torch.tensor([3, 1]), "x": torch.tensor([12.0])}}
+    assert measured(update, parts, {"sums": 12.0}, None).sums == {"sums": 3.0}
+
+
 SKEWED = ((90, 0, 0, 0), (0, 1, 0, 0), (0, 0, 1, 0), (0, 0, 0, 2), (1, 0, 0, 30), (0, 1, 0, 0))
 
 

@@ -120,6 +120,28 @@ def test_class_rows_are_clipped_to_the_median_length_of_their_class() -> None:
     assert means["weight"][:, 2, 1].tolist() == pytest.approx([5 / 3, 5.25, 0])
 
 
+def test_the_length_of_a_class_row_is_over_all_its_tensors() -> None:
+    """(3, 4), (4.5, 0) and (0, 10) are 5, 4.5 and 10 long. The last is cut to 5: the mean is (2.5, 3)."""
+    like = {"a": torch.zeros(()), "b": torch.zeros(())}
+    sent = [
+        {"classes": torch.tensor([0]), "a": torch.tensor([a]), "b": torch.tensor([b])}
+        for a, b in ((3.0, 4.0), (4.5, 0.0), (0.0, 10.0))
+    ]
+    parts: Parts = {"rows": ClassRows(like)}
+    means, _ = received([{"rows": rows} for rows in sent], parts, rule="norm_clipping").table("rows")
+    assert (means["a"][0].item(), means["b"][0].item()) == pytest.approx((2.5, 3))
+
+
+@pytest.mark.parametrize(("update_norm", "mean"), [(None, [2.25, 3]), (2.0, [0.9, 1.2])])
+def test_a_given_length_clips_a_round(update_norm: float | None, mean: list[float]) -> None:
+    """(3, 4), (0, 0) and (6, 8): the median length, 5, gives (3, 4), (0, 0) and (3, 4), of weights 1, 1 and 2; a length
+    of 2 gives (1.2, 1.6), (0, 0) and (1.2, 1.6)."""
+    answers = [update(*v) | {"count": torch.tensor(n)} for v, n in (((3, 4), 1), ((0, 0), 1), ((6, 8), 2))]
+    parts: Parts = {"delta": Direction(group(0, 0)), "count": Count()}
+    found = received(answers, parts, rule="norm_clipping", update_norm=update_norm).mean("delta")["w"]
+    assert found.tolist() == pytest.approx(mean)
+
+
 BUFFERS: Parts = {
     "delta": Direction(group(0)),
     "buffers": Statistics(group(0), {}),

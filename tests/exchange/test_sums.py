@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -15,7 +16,7 @@ from redgrape import nets, testing, tree
 from redgrape.engines import ClientHalf
 from redgrape.engines.in_process import InProcess
 from redgrape.errors import Diverged, RedgrapeError, TooFewClients
-from redgrape.exchange import Exchange, fixed_point
+from redgrape.exchange import ClassRows, Count, Exchange, Parts, checks, fixed_point
 from redgrape.method import Method
 from redgrape.methods.balanced_softmax import BalancedSoftmax
 from redgrape.methods.creff import CReFF
@@ -130,6 +131,7 @@ def _set(path: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[
 LIES: dict[str, tuple[Callable[[dict[str, Any]], Any], type[RedgrapeError], str]] = {
     "no examples": (_set("count", torch.zeros_like), TooFewClients, "'count' is 0 in all; 3 clients"),
     "examples below zero": (_set("count", torch.neg), TooFewClients, "in all; 3 clients have at least one"),
+    "too few examples": (_set("count", lambda t: t * 0 + 2), TooFewClients, "'count' is 2 in all; 3 clients"),
     "too many clients": (_set("prototypes/clients", lambda t: t + 3), TooFewClients, "cannot be those of 3"),
     "clients below zero": (_set("prototypes/clients", lambda t: t - 3), TooFewClients, "cannot be those of 3"),
     "beyond all measure": (_set("delta/classifier.bias", lambda t: t + 1e9), Diverged, "has length"),
@@ -140,6 +142,16 @@ LIES: dict[str, tuple[Callable[[dict[str, Any]], Any], type[RedgrapeError], str]
     "a tensor too few": (lambda total: total["delta"].pop("classifier.bias"), TooFewClients, "is missing"),
     "a tensor too many": (lambda total: total.update(more=torch.ones(1)), TooFewClients, "is not part of this update"),
 }
+
+
+def test_a_sum_counts_an_example_at_least_of_each_client_that_reports_a_class() -> None:
+    """Two clients report class 0, with three examples together or with two, but not with one."""
+    parts: Parts = {"count": Count(), "rows": ClassRows({"w": torch.zeros(1)}, "count")}
+    like = Exchange().summand(checks.nothing(parts), parts, 1)
+    for counts in (3, 2, 1):
+        rows = {"w": torch.ones(1, 1).double(), "clients": torch.tensor([2]), "counts": torch.tensor([counts])}
+        with pytest.raises(checks.UpdateRejected, match="cannot be those of 2") if counts < 2 else nullcontext():
+            checks.check_sum({"count": torch.tensor(5), "rows": rows}, like, parts, 2)
 
 
 @pytest.mark.parametrize("lie", LIES)

@@ -57,6 +57,7 @@ def test_figures_of_a_site_are_those_of_scikit_learn() -> None:
     y, said = random.integers(0, 4, 300), random.integers(0, 4, 300)
     sites = np.array(["a", "b", ""])[random.integers(0, 3, 300)]
     y[sites == "b"] = 2  # a site with one class
+    said[y == 3] = 0  # nobody recognises it, but it is there
     groups = Groups((0,), (1,), (2, 3))
     rows = evaluation.by_site(torch.from_numpy(4 * y + said), sites, groups, 4)
     assert [row["site"] for row in rows] == ["a", "b"]  # nobody's examples are left out
@@ -85,6 +86,7 @@ def test_the_worst_site_has_enough_examples() -> None:
         "accuracy": {"site": "b", "value": 0.6},
         "tail": {"site": "b", "value": 0.5},
     }
+    assert evaluation.worst_sites(rows, 90) == evaluation.worst_sites(rows, 10) != evaluation.worst_sites(rows, 2)
     assert evaluation.worst_sites(rows[:1], 10)["accuracy"]["site"] == "tiny"
 
 

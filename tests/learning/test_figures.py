@@ -57,6 +57,8 @@ def test_scikit_learn_agrees(C: int, n: int, seed: int) -> None:
         if mine[1].any():
             assert of_class["precision"] == pytest.approx(metrics.precision_score(*mine), **near)
         assert of_class["f1"] == pytest.approx(metrics.f1_score(*mine), **near)
+    for of_class in (found["per_class"][c] for c in set(range(C)) - set(held.tolist())):
+        assert of_class["precision"] is of_class["recall"] is of_class["f1"] is None  # however often it is predicted
 
 
 @pytest.mark.parametrize("coarse", [False, True])
@@ -90,6 +92,35 @@ def test_histograms_by_hand() -> None:
     assert value == pytest.approx(1 / 6 + 1 / 3)
     best, worst = (1 + 2 / 3 + 3 / 4) / 3, (1 / 2 + 2 / 5 + 3 / 6) / 3
     assert within == pytest.approx(max(best - 0.5, 0.5 - worst))
+    # Nine positives and a negative in one bin: the negative first is farther from 9 / 10 than the negative last.
+    ((value, within),) = evaluation.average_precisions(torch.tensor([[9]]), torch.tensor([[1]]))
+    assert value == pytest.approx(0.9)
+    assert within == pytest.approx(0.9 - sum(j / (j + 1) for j in range(1, 10)) / 9)
+
+
+def test_calibration_error_by_hand() -> None:
+    """Three examples with p = 0.9, of which two are right, and two with 0.65 that both are: 3/5 |2/3 - 0.9| + 2/5 |1 -
+    0.65| = 0.28. One bin is too sure and the other not sure enough, so with their signs they would cancel."""
+    p = torch.tensor([0.9, 0.9, 0.9, 0.65, 0.65], dtype=torch.float64)
+    z = torch.stack([p, 1 - p], dim=1).log()
+    found = evaluated(z, torch.tensor([0, 0, 1, 0, 0]), size=2)
+    assert found["ece"] == pytest.approx(0.28)
+    filled = {b: row for b, row in enumerate(found["reliability"]) if row["examples"]}
+    assert len(found["reliability"]) == 15 and filled.keys() == {9, 13}  # (9/15, 10/15] and (13/15, 14/15]
+    for b, expected in ((9, (2, 0.65, 1.0)), (13, (3, 0.9, 2 / 3))):
+        assert tuple(filled[b][name] for name in ("examples", "certainty", "accuracy")) == pytest.approx(expected)
+    assert found["reliability"][0] == {"examples": 0, "certainty": None, "accuracy": None}
+
+
+def test_offsets_decide_and_leave_the_probabilities() -> None:
+    """Thresholds choose classes: predictions and the first five are by z + offset, the cross-entropy by z."""
+    z, y = drawn(8, 300, 11)
+    offsets = torch.linspace(-2, 2, 8, dtype=torch.float64)
+    shifted = evaluate_batches([(z, y)], NO_GROUPS, [str(c) for c in range(8)], offsets=offsets)
+    plain, moved = evaluated(z, y, size=300), evaluated(z + offsets, y, size=300)
+    for name in ("accuracy", "macro_f1", "top5", "confusion"):
+        assert shifted[name] == moved[name] != plain[name], name
+    assert shifted["nll"] == plain["nll"] and shifted["brier"] == plain["brier"]
 
 
 def test_classes_that_cannot_be_ranked_break_nothing() -> None:
@@ -159,6 +190,7 @@ def test_intervals_have_a_width_at_0_and_100_percent(right: bool) -> None:
     shares = {"head": 0.8865, "tail": 0.3424, "accuracy": 0.8928, "balanced": 0.6663}
     for name, low in shares.items():
         assert found[name] == pytest.approx([low, 1] if right else [0, 1 - low], abs=1e-4), name
+    assert found["top5"] == pytest.approx([0.8928, 1], abs=1e-4)  # of two classes both are among the first five
     if right:
         assert found["macro_f1"] == pytest.approx([0.6510, 1], abs=1e-4)
 
@@ -166,5 +198,8 @@ def test_intervals_have_a_width_at_0_and_100_percent(right: bool) -> None:
 def test_a_group_without_test_examples_has_no_interval() -> None:
     z, y = drawn(4, 60, 10)
     here = y != 3
-    found = evaluated(z[here], y[here], Groups((0, 1), (2,), (3,)))["intervals"]
+    whole = evaluated(z[here], y[here], Groups((0, 1), (2,), (3,)))
+    found = whole["intervals"]
     assert "tail" not in found and found["middle"][0] > 0
+    for name in ("balanced", "macro_f1"):  # means over the classes with examples
+        assert found[name][0] < whole[name] < found[name][1]

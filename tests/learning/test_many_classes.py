@@ -60,7 +60,7 @@ def test_counts_are_those_of_the_whole_matrix(C: int) -> None:
     )
 
 
-@pytest.mark.parametrize("C", [7, 120, 400])
+@pytest.mark.parametrize("C", [7, 99, 100, 400])
 def test_what_sites_tell_adds_up_to_one_evaluation(C: int) -> None:
     """One site has a single class. With many classes nobody sends a matrix."""
     net, examples, _ = evaluated(C)
@@ -77,6 +77,7 @@ def test_what_sites_tell_adds_up_to_one_evaluation(C: int) -> None:
     assert together.is_possible() and all(scores.is_possible() for scores in scored)
     groups = Groups.by_count(examples.labels.bincount(minlength=C).tolist())
     assert together.record(groups) == {**whole.record(groups), "loss": pytest.approx(whole.loss)}
+    assert ("top5" in whole.record(groups)) == (C >= 100)
 
 
 def test_impossible_counts_are_seen() -> None:

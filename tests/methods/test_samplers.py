@@ -60,6 +60,13 @@ def test_a_pass_worked_out_by_hand() -> None:
     assert [used[9], used[10], used[11]] == [2, 2, 4]
 
 
+def test_the_class_that_comes_once_more_is_drawn() -> None:
+    """Seven rows of three classes: two of each, and one of any class more."""
+    y = labels([5, 1, 1])
+    once_more = [int(torch.bincount(y[equally_often(y, stream(seed))]).argmax()) for seed in range(30)]
+    assert set(once_more) == {0, 1, 2}
+
+
 def test_no_more_different_examples_than_allowed() -> None:
     y = labels([9, 4, 2])
     used = Counter(equally_often(y, stream(), most=2).tolist())

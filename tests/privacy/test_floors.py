@@ -65,6 +65,15 @@ def test_a_sum_in_which_classes_count_alike_keeps_to_the_floors() -> None:
     assert refused(alike(1), secure_aggregation=True, exchange=noise) is None, "the noise hides a site"
 
 
+def test_sums_by_class_of_a_single_site_keep_to_min_count() -> None:
+    """They show how many examples of a class a site has; a secure sum does not."""
+    counts = {"n": torch.zeros(4, dtype=torch.int64)}
+    sums = MODEL | {"sums": Sum(counts, counted="n")}
+    assert refused(sums) is None
+    assert "min_count is 7" in str(refused(sums, exchange=Exchange(min_count=7, min_clients=3)))
+    assert refused(sums, secure_aggregation=True, exchange=Exchange(min_count=7, min_clients=3)) is None
+
+
 def test_a_survey_is_for_sums_and_for_sites_without_a_floor() -> None:
     """Whatever it asks for."""
     assert "asks every client for its anything, more" in str(refused(MODEL, "anything", "more"))

@@ -370,6 +370,25 @@ def test_noise_on_class_rows_falls_on_sums_and_numbers() -> None:
     assert float(torch.stack(added).std()) == pytest.approx(0.5 * 2.0, rel=0.05)
 
 
+def test_numbers_of_clients_are_released_with_noise_alone() -> None:
+    """Of ten clients with a row of length 2, in 400 rounds. The number, 10 + noise, is at least 10 in half of them. The
+    mean row is (20 + 2 noise) / (10 + noise). So it varies by sqrt(2) 0.5 / 10 of itself, and without noise on the
+    number by 0.5 / 10. All figures are within four standard errors."""
+    parts: Parts = {"rows": ClassRows({"w": torch.zeros(1)})}
+    updates = {k: {"rows": {"classes": torch.tensor([1]), "w": torch.tensor([[2.0]])}} for k in range(10)}
+    found: dict[int, list[float]] = {1: [], 10: []}
+    for least, means in found.items():
+        exchange = Exchange(min_clients=least, class_clip=2.0, class_noise=0.5, randomness="seed")
+        for round in range(1, 401):
+            received = exchange.receive(updates, parts, replace(site_of(10, round), rounds=400))
+            table, released = received.table("rows")
+            assert received.record()["class_released"][1] == bool(released[1])
+            means += [float(table["w"][1])] if released[1] else []
+    assert len(found[1]) == 400 and 160 < len(found[10]) < 240
+    assert np.mean(found[1]) == pytest.approx(2, rel=0.012)
+    assert np.std(found[1]) == pytest.approx(2 * 2**0.5 * 0.05, rel=0.12)
+
+
 @needs_accountant
 def test_running_statistics_are_refused() -> None:
     net = partial(nets.build, "resnet8", (3, 8, 8), C, 0)
@@ -429,6 +448,23 @@ def test_epsilon_is_that_of_the_closed_form(model: float, prototypes: float, rou
     exact = closed_form(mechanisms, rounds, 1e-5)
     found = epsilon(mechanisms, rounds, 1e-5)
     assert exact - 1e-6 <= found <= 1.12 * exact
+    assert closed_form(mechanisms, rounds, 1e-3) - 1e-6 <= epsilon(mechanisms, rounds, 1e-3) < found
+
+
+def test_the_client_with_the_most_rounds_decides() -> None:
+    """Clients 1 and 2 took part in two of the three releases, all others in one."""
+    assert account.most_rounds([{"clients": clients} for clients in ([0, 1], [1, 2], [2, 3])]) == 2
+    assert account.most_rounds([]) == 0
+
+
+@needs_accountant
+def test_a_later_line_takes_back_nothing_that_was_spent(tmp_path: Path) -> None:
+    """Whatever mechanisms and clients come later."""
+    ledger = PrivacyLedger(tmp_path)
+    first = ledger.spend(1, [0], "a", [Mechanism("model", 1.0, 1)], 1e-5)
+    assert ledger.spend(2, [1], "b", [Mechanism("model", 50.0, 1)], 1e-5) == first
+    assert ledger.spend(3, [0], "c", [], 1e-5) is None
+    assert ledger.spend(4, [1], "d", [Mechanism("model", 50.0, 1)], 1e-5) is None
 
 
 @pytest.mark.parametrize("name", methods.names())
@@ -574,9 +610,10 @@ def test_the_key_is_the_owners_alone_and_gives_the_same_bits_again(
 def test_a_lost_or_open_key_stops_the_run(tiny: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
     folder = carried_out(tmp_path / "run", private_run(tiny), rounds=2)
     key = folder.path / "noise.key"
-    key.chmod(0o644)
-    with pytest.raises(StorageError, match="can be read by others"):
-        carried_out(folder.path, {})
+    for mode in (0o640, 0o604):
+        key.chmod(mode)
+        with pytest.raises(StorageError, match="can be read by others"):
+            carried_out(folder.path, {})
     key.chmod(0o600)
     content = key.read_bytes()
     key.write_bytes(content[:31])

@@ -46,6 +46,14 @@ def test_the_share_of_the_gap() -> None:
     assert gap.notes(small)[1] == "there is no gap from m@alone (30.0 %) to m@pooled (30.0 %)"
 
 
+def test_clients_alone_are_compared_over_the_seeds_that_have_all_of_them() -> None:
+    """At seed 1 only one of the two was trained, and well."""
+    sites = alone(("n", 0, 0.2), ("s", 0, 0.4), ("n", 1, 0.9))
+    assert gap.notes([sites]) == [
+        "m@alone: class-balanced accuracy 30.0 % as the mean of 2 clients, 20.0 % at the worst (n)"
+    ]
+
+
 def test_the_gap_is_that_of_common_seeds() -> None:
     """At seed 0 the method closes two thirds; at seed 1 all is higher, and there is no pooled run."""
     sites = alone(("n", 0, 0.2), ("s", 0, 0.4), ("n", 1, 0.7), ("s", 1, 0.7))

@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from scipy.stats import t as student
 
 import redgrape
 from commands import Command, good, in_this_process
@@ -1135,7 +1136,7 @@ def test_paired_interval_by_hand() -> None:
     assert blocks.verdict(wide) == "+2.00 [-0.48, +4.48], not separated"
     narrow = statistics.paired({0: 0.900, 1: 0.911, 2: 0.919}, theirs)
     assert (narrow.low, narrow.high) == pytest.approx((0.0175156, 0.0224844), abs=1e-6)
-    assert narrow.separated is True
+    assert narrow.separated is True and statistics.paired(theirs, {0: 0.900, 1: 0.911, 2: 0.919}).separated is True
     assert blocks.verdict(narrow) == "+2.00 [+1.75, +2.25]"
 
 
@@ -1150,7 +1151,9 @@ def test_student_quantiles_fall_towards_the_normal() -> None:
     values = [statistics.quantile(freedom) for freedom in range(1, 200)]
     assert values == sorted(values, reverse=True)
     assert (values[0], values[1], values[9], values[29]) == (12.706, 4.303, 2.228, 2.042)
-    assert statistics.quantile(60) == pytest.approx(2.000, abs=0.003)
+    for freedom, value in enumerate(values, start=1):
+        exact = student.ppf(0.975, freedom)
+        assert (exact - 5e-4 if freedom <= 30 else exact) <= value <= exact + (5e-4 if freedom <= 30 else 0.003)
     assert statistics.quantile(10**9) == pytest.approx(1.960, abs=0.001)
 
 
@@ -1240,6 +1243,12 @@ def test_the_change_at_the_end_of_a_short_run() -> None:
     view = RunView(Path("somewhere"), {}, None, metrics, None)
     assert tables._change(view, "test") == pytest.approx(0.5)
     assert tables._change(replace(view, metrics=metrics[:10]), "test") == 0.0
+
+
+def test_the_change_at_the_end_is_against_the_twenty_rounds_before() -> None:
+    """A point each round up to 60: the mean of 51 to 60 is 55.5, and of 31 to 50 it is 40.5."""
+    metrics = [{"round": i, "test": {"accuracy": i / 100}} for i in range(1, 61)]
+    assert tables._change(RunView(Path("somewhere"), {}, None, metrics, None), "test") == pytest.approx(0.15)
 
 
 def test_nothing_is_bold_where_nothing_is_better() -> None:
