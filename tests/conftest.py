@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import numpy as np
 import pytest
 import torch
@@ -23,6 +24,9 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 # they wait for each other in a loop: 2,000 calls of repeat_interleave on two busy cores took 3.2 s of CPU time with two
 # threads, 0.02 s with one. That threads change nothing is tested on its own (clauses.py, runs/test_faults.py).
 torch.set_num_threads(1)
+
+hypothesis.settings.register_profile("any machine", deadline=None)  # a busy one is late; that is no failure
+hypothesis.settings.load_profile("any machine")
 
 CLASS_SIZES = [24, 16, 10, 6]
 

@@ -29,7 +29,7 @@ def counts_of(parts: list[NDArray[np.int64]], labels: NDArray[np.int64], classes
     return np.stack([np.bincount(labels[part], minlength=classes) for part in parts])
 
 
-@settings(deadline=5000, max_examples=150)
+@settings(max_examples=150)
 @given(
     kind=st.sampled_from(DRAWN),
     clients=st.one_of(st.integers(1, 12), st.integers(1, 300)),

@@ -376,7 +376,7 @@ def test_a_classifier_that_did_not_move_says_nothing() -> None:
     scale=st.floats(-5, 5, allow_subnormal=False),
     walked=st.floats(1e-6, 1e3),
 )
-@hypothesis.settings(max_examples=25, deadline=None)
+@hypothesis.settings(max_examples=25)
 def test_any_movement_gives_a_distribution(bias: list[float], scale: float, walked: float) -> None:
     moved = torch.tensor(bias)
     found = prior.estimate_prior(scale * moved[:, None].expand(3, 2), moved, walked)

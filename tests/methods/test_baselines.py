@@ -581,7 +581,7 @@ def test_climb_never_walks_against_a_client() -> None:
     eps=st.floats(0, 2, allow_subnormal=False),
     dual_lr=st.floats(0, 5, allow_subnormal=False),
 )
-@hypothesis.settings(max_examples=100, deadline=None)
+@hypothesis.settings(max_examples=100)
 def test_climbs_weights_are_a_mean_that_favours_high_losses(
     dual: list[float], losses: list[float], counts: list[int], present: list[bool], eps: float, dual_lr: float
 ) -> None:

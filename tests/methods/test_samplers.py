@@ -38,7 +38,7 @@ def site(counts: list[int]) -> ClientSite:
     return ClientSite(build, 1, len(counts), 0, 1, 1, torch.device("cpu"), 0, examples(counts))
 
 
-@hypothesis.settings(deadline=None, max_examples=50)
+@hypothesis.settings(max_examples=50)
 @hypothesis.given(st.lists(st.integers(0, 9), min_size=1, max_size=6).filter(any), st.integers(0, 99))
 def test_classes_take_turns_and_so_do_the_examples_of_a_class(counts: list[int], seed: int) -> None:
     y = labels(counts)

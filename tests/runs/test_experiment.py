@@ -399,7 +399,7 @@ def nested(section: str, values: dict[str, Any]) -> dict[str, Any]:
     return {section: values} if section else values
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(wrong_experiments())
 def test_whatever_is_wrong_is_named_in_one_line(wrong: tuple[str, dict[str, Any]]) -> None:
     """A ConfigError of one line and at most 300 characters that names the key, and nothing else ever."""

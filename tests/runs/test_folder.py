@@ -763,7 +763,7 @@ def test_the_partition_file_tells_who_holds_what(tmp_path: Path, tiny: Values, h
     assert np.array_equal(y[validation], federation.validation.labels.numpy())
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.data())
 def test_no_client_ever_holds_a_row_for_evaluation(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
