@@ -147,6 +147,21 @@ def test_a_palette_with_transparency_prints_no_warning(tmp_path: Path, recwarn: 
     assert not recwarn.list
 
 
+def test_a_photo_taken_with_the_camera_turned_is_turned_back(tmp_path: Path) -> None:
+    """Orientation 6 of EXIF: the first row of the file is the right side of the scene. So bright comes out above."""
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    bright_at_left = np.repeat([250, 0], 8).astype(np.uint8)[None].repeat(8, 0)
+    for name in "ab":
+        for i in range(2):
+            (tmp_path / "phone" / name).mkdir(parents=True, exist_ok=True)
+            Image.fromarray(bright_at_left).save(tmp_path / "phone" / name / f"{i}.jpg", exif=exif, quality=95)
+    photo = load(str(tmp_path / "phone"), tmp_path).train.x[0, 0]
+    assert photo.shape == (16, 8)
+    assert photo[:8].min() > 200
+    assert photo[8:].max() < 50
+
+
 def test_a_letterbox_keeps_proportions(tmp_path: Path) -> None:
     for name in "ab":
         for i in range(2):

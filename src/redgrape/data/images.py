@@ -202,7 +202,7 @@ def _decoded(
     paths: list[Path], folder: Path, root: Path, image_size: int | None, letterbox: bool
 ) -> NDArray[np.generic]:
     """The images, mapped from a cache file that is named after their listing."""
-    key = hashlib.sha256(f"1 {image_size}{' letterbox' if letterbox else ''}\n".encode())
+    key = hashlib.sha256(f"2 {image_size}{' letterbox' if letterbox else ''}\n".encode())
     for path in paths:
         status = path.stat()
         key.update(f"{path.relative_to(folder)}\0{status.st_size}\0{status.st_mtime_ns}\n".encode())
@@ -228,7 +228,8 @@ def _decode(paths: list[Path], cache: Path, image_size: int | None, letterbox: b
         if image_size is None and size != (width, height):
             raise DataError(
                 f"images differ in size: {paths[0]} is {width}x{height} and {path} is {size[0]}x{size[1]}; "
-                "resize all to one size, as with -c data.image_size=64 (embed and deploy: --image-size 64)"
+                "resize all to one size, as with -c data.image_size=64, or 224 for a pretrained encoder (embed and deploy: "
+                "--image-size 64)"
             )
     shape = (len(paths), 3 if mode == "RGB" else 1, height, width)
     blocks = _each(paths, lambda image: pixels(image, mode, (width, height), letterbox)[None])
@@ -277,7 +278,7 @@ def pixels(image: Any, mode: Mode, size: tuple[int, int], letterbox: bool) -> ND
 
 def open_image(path: Path, use: Any) -> Any:
     try:
-        from PIL import Image
+        from PIL import Image, ImageOps
     except ImportError as error:
         raise DataError(f"reading images needs Pillow; {install('images')}") from error
     try:
@@ -287,6 +288,8 @@ def open_image(path: Path, use: Any) -> Any:
             with Image.open(durable.ordinary(path, DataError), formats=FORMATS) as image:
                 if image.mode == "F":
                     raise ValueError("its pixels are floats; convert them to 8 or 16 bits")
+                if image.format != "PNG":  # no camera writes it, and Pillow would decode all of it for this
+                    ImageOps.exif_transpose(image, in_place=True)  # a photo taken with the camera turned
                 return use(image)
     except Exception as error:  # decoders raise anything for damaged files
         raise UnreadableImage(f"{path} cannot be read as an image ({one_line(error)}); replace or remove it") from error
