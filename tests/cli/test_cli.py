@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import functools
 import json
@@ -27,7 +28,7 @@ from commands import Command, good, in_this_process, tree_of
 from redgrape.cli import flags, parser
 from redgrape.cli import main as cli
 from redgrape.cli.commands import training as training_commands
-from redgrape.cli.execution import run_name
+from redgrape.cli.execution import run_name, tell_leaks
 from redgrape.errors import BusyError, TooFewClients
 from redgrape.reading import method_index
 from redgrape.reading.run_tables import cell, mean_std
@@ -248,6 +249,11 @@ def compared(toml: Path, *more: object) -> list[object]:
     return ["compare", "fedavg", "redgrape:lam=0.2,norm=per_tensor", *shared, *more]
 
 
+def test_the_privacy_note_names_each_method(capsys: pytest.CaptureFixture[str]) -> None:
+    tell_leaks({"redgrape": "a line", "creff": "another", "mine.py": "a third"}, argparse.Namespace(quiet=False))
+    assert capsys.readouterr().err == "note: a line; likewise creff, mine.py\n"
+
+
 def test_compare(command: Command, toml: Path, tmp_path: Path) -> None:
     """Two methods and two seeds: a table of means and deviations, a picture, and nothing is trained twice."""
     outcome = good(command(*compared(toml)))
@@ -257,7 +263,7 @@ def test_compare(command: Command, toml: Path, tmp_path: Path) -> None:
     assert (tmp_path / "cmp" / "per_class.png").read_bytes().startswith(PNG)
     lines = outcome.err.splitlines()
     assert ["note: privacy, redgrape" in line for line in lines] == [False] * 12 + [True]  # once for both seeds
-    assert lines[-1].endswith("(and 1 more of these runs)")
+    assert lines[-1].endswith("tells more")
     assert [line.rpartition(": ")[2] for line in lines if line.startswith("run ")] == [
         f"{method}, seed {seed}" for method in ("fedavg", "redgrape:lam=0.2,norm=per_tensor") for seed in (0, 1)
     ]

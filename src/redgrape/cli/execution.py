@@ -166,14 +166,15 @@ def carry_out(
 
 def tell_leak(folder: RunFolder, options: argparse.Namespace) -> None:
     line = leak_in_one_line(disclosed(run_view.RunView.read(folder.path)))
-    tell_leaks([] if line is None else [line], options)
+    tell_leaks({} if line is None else {"": line}, options)
 
 
-def tell_leaks(leaks: Sequence[str], options: argparse.Namespace) -> None:
-    """Print one line on what runs disclosed. Each line is of a run whose method has floors against that, all off."""
+def tell_leaks(leaks: Mapping[str, str], options: argparse.Namespace) -> None:
+    """Print one line on what runs disclosed. Each line is of a method with floors against that, all off."""
     if leaks and not options.quiet:
-        others = f" (and {len(leaks) - 1} more of these runs)" if len(leaks) > 1 else ""
-        print(f"note: {printable(leaks[0] + others)}", file=sys.stderr)
+        _, *others = leaks
+        line = next(iter(leaks.values())) + (f"; likewise {', '.join(others)}" if others else "")
+        print(f"note: {printable(line)}", file=sys.stderr)
 
 
 def _tensorboard(folder: RunFolder, options: argparse.Namespace) -> AbstractContextManager[TensorBoard | None]:

@@ -228,8 +228,8 @@ def _decode(paths: list[Path], cache: Path, image_size: int | None, letterbox: b
         if image_size is None and size != (width, height):
             raise DataError(
                 f"images differ in size: {paths[0]} is {width}x{height} and {path} is {size[0]}x{size[1]}; "
-                "resize all to one size, as with -c data.image_size=64, or 224 for a pretrained encoder (embed and deploy: "
-                "--image-size 64)"
+                "resize all to one size, as with -c data.image_size=64, or 224 for a pretrained encoder "
+                "(embed and deploy: --image-size 64)"
             )
     shape = (len(paths), 3 if mode == "RGB" else 1, height, width)
     blocks = _each(paths, lambda image: pixels(image, mode, (width, height), letterbox)[None])

@@ -52,7 +52,8 @@ def report(options: argparse.Namespace) -> None:
         left_out = [run["name"] for run in data["damaged"]]
         print(json.dumps({"page": str(options.out), "runs": list(data["runs"]), "damaged": left_out}))
     else:
-        print(f"page of {len(data['runs'])} runs: {text(options.out)} (open it in a browser)")
+        runs = len(data["runs"])
+        print(f"page of {runs} run{'s' * (runs > 1)}: {text(options.out)} (open it in a browser)")
 
 
 def _folders(named: list[Path]) -> Iterator[Path]:

@@ -176,7 +176,7 @@ def _train_all(cells: Sequence[_Cell], options: argparse.Namespace) -> tuple[lis
         for spec, e, path in cells
     ]
     failures: list[RedgrapeError] = []
-    leaks: list[str] = []
+    leaks: dict[str, str] = {}  # of each method, that of its first run
     for i, (spec, experiment, path) in enumerate(cells):
         is_new = not (path / "experiment.toml").is_file()
         folder = RunFolder.create(path, experiment) if is_new else RunFolder.open(path)
@@ -191,7 +191,7 @@ def _train_all(cells: Sequence[_Cell], options: argparse.Namespace) -> tuple[lis
         view = run_view.RunView.read(path)
         standings[i] = replace(standings[i], view=view)
         if has_trained and (line := leak_in_one_line(disclosed(view))) is not None:
-            leaks.append(line)
+            leaks.setdefault(spec, line)
     tell_leaks(leaks, options)
     return standings, failures
 
