@@ -561,6 +561,20 @@ def test_the_doctor_says_what_is_wrong(
     assert "45 training and 0 test examples of 3 classes" in capsys.readouterr().out
 
 
+def test_the_doctor_refuses_the_data_that_a_site_refuses(tmp_path: Path) -> None:
+    """One image gives no test set."""
+    image = pytest.importorskip("PIL.Image")
+    pictures = tmp_path / "pictures"
+    (pictures / "ash").mkdir(parents=True)
+    image.fromarray(np.zeros((2, 2), np.uint8)).save(pictures / "ash/0.png")
+    create(tmp_path / "d", options(data={"classes": tuple(CLASSES), "shape": (1, 2, 2), "input": "uint8"}))
+    site = SiteFolder(tmp_path / "d/sites/north")
+    with pytest.raises(DataError, match="no test example") as refused:
+        DeployedSite(site, pictures)
+    found = {finding.what: finding for finding in doctor.examine(site.path, pictures)}
+    assert (found["data"].how, found["data"].words) == ("bad", str(refused.value))
+
+
 class _Node(SimpleNamespace):
     node_id: int
     public_key: bytes

@@ -195,9 +195,7 @@ def _own_files(folder: SiteFolder) -> str:
 
 
 def _site_data(folder: SiteFolder, data: Path) -> str:
-    train, test = site_data.load(data, folder.path / "cache", folder.options.data, hold_out=folder.options.evaluates)
-    if not len(train):
-        raise RedgrapeError(f"'{data}' holds no training example")
+    train, test = site_data.of_site(folder, data)
     classes = len(train.labels.unique())
     return f"{len(train)} training and {len(test)} test examples of {classes} classes"
 

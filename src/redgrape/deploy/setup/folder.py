@@ -318,6 +318,10 @@ class SiteFolder:
     def states(self) -> Path:
         return self.path / "states"
 
+    @property
+    def cache(self) -> Path:
+        return self.path / "cache"
+
 
 def write_private(path: Path, data: bytes) -> None:
     """Write a file that only its owner can read, from the first byte on."""
