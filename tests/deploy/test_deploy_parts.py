@@ -1201,6 +1201,51 @@ def test_what_was_forked_for_a_supernode_ends_with_it(
     role.stop()
 
 
+_TO_ITS_END = """\x1b[92mINFO \x1b[0m:      FastAPI lifespan: shutdown
+INFO:     Application shutdown complete.
+INFO:     Finished server process [1]
+"""
+_REFUSED = f"""\x1b[91mERROR \x1b[0m:     Exit Code: 305
+Failed to initialize the connection to the SuperLink.
+[code: 2004] Failed to activate SuperNode.
+
+For more information, visit: <https://flower.ai/docs/framework/1.41/en/ref-exit-codes/305.html>
+{_TO_ITS_END}"""
+_AWAY = f"""\x1b[93mWARNING \x1b[0m:   Giving up reconnection after 20.03 seconds and 7 tries.
+\x1b[91mERROR \x1b[0m:     [Errno 111] Connection refused
+\x1b[93mWARNING \x1b[0m:   Connection attempt failed, retrying in 0.19 seconds
+{_TO_ITS_END}"""
+
+
+@pytest.mark.parametrize(
+    ("printed", "reason"),
+    [
+        (_AWAY, "[Errno 111] Connection refused"),
+        (
+            _REFUSED,
+            "the server does not accept the key of site 'north': is it registered there, and used by nobody else? "
+            "Failed to initialize the connection to the SuperLink. [code: 2004] Failed to activate SuperNode.",
+        ),
+    ],
+)
+def test_why_a_supernode_ended_is_told_without_all_else_that_it_prints(
+    deployment: Deployment, federated: Federated, monkeypatch: pytest.MonkeyPatch, printed: str, reason: str
+) -> None:
+    said: list[str] = []
+    role = site_role.SiteRole(SiteFolder(deployment.site("north")), federated.data("north"), said.append)
+    log = deployment.path / "supernode.log"
+    node = supervision.Owned([sys.executable, "-c", f"print({printed!r})"], dict(os.environ), log)
+    assert node.process.wait(timeout=60) == 0
+    role._resident, role._node = Stuck(), node  # type: ignore[assignment]
+    for method in ("_await_server", "_start_node"):
+        monkeypatch.setattr(role, method, lambda **again: None)
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+    looks = iter(range(9))
+    role.watch(until=lambda: next(looks) == 1)
+    assert said == [f"not connected; trying again ({reason})"]
+    role.stop()
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="ends with its parent there")
 def test_what_was_forked_ends_with_the_process_that_forked_it(tmp_path: Path) -> None:
     """A client app that tries to reach a SuperNode that is not there."""

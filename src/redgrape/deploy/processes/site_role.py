@@ -5,6 +5,7 @@ from __future__ import annotations
 import email.utils
 import json
 import os
+import re
 import socket
 import ssl
 import sys
@@ -34,6 +35,8 @@ BROKEN_LOOKS = 20  # looks in a row at a broken promise: after the machine was s
 AHEAD, BEHIND = 4.0, 290.0  # seconds that a site's clock may be off; Flower refuses it from 5 and 305 on
 SKEW = 60.0  # seconds behind that are worth a message
 LOOKS_A_SECOND = 20.0  # polls for messages by all sites together, so that many sites do not keep the server busy
+_COLOUR = re.compile(r"\x1b\[\d*m")
+_ERROR = re.compile(r"ERROR *: +(?:Exit Code: \d+ \| )?(.*?)(?: \| (?:INFO|WARNING|ERROR|For more information)|$)")
 
 
 class SiteRole:
@@ -161,18 +164,19 @@ class SiteRole:
                 self._warm.stop()  # with its forks, which would try for ever to reach the ended SuperNode
                 self._start_warm()
             if node_ended:
-                said = self._node.last_words()
+                reason = _reason(self._node.last_words())
                 self._node.stop()
-                if "[code:" in said:  # the server's own answer; else it was not reached
+                if "[code:" in reason:  # the server's own answer; else it was not reached
+                    reason = (
+                        f"the server does not accept the key of site '{self._folder.options.name}': is it registered "
+                        f"there, and used by nobody else? {reason}"
+                    )
                     refused_since = refused_since or time.monotonic()
                     if time.monotonic() - refused_since > PATIENCE:
-                        raise ConfigError(
-                            f"the server does not accept the key of site '{self._folder.options.name}': is it "
-                            f"registered there, and used by nobody else? {said[-300:]}"
-                        )
+                        raise ConfigError(reason)
                 else:
                     refused_since = None
-                self._say(f"not connected; trying again ({said[-160:]})")
+                self._say(f"not connected; trying again ({reason})")
                 time.sleep(AGAIN)
                 self._await_server(again=True)
                 self._start_node()
@@ -204,6 +208,12 @@ class SiteRole:
             if owned is not None:
                 owned.stop()
         self._sockets.cleanup()
+
+
+def _reason(said: str) -> str:
+    """What a SuperNode gives as the reason of its end, among all that it prints."""
+    found = _ERROR.findall(_COLOUR.sub("", said))
+    return (found[-1].replace(" | ", " ") if found else said)[-300:]
 
 
 def check_server(folder: SiteFolder) -> str | None:
