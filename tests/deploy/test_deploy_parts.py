@@ -50,7 +50,7 @@ from redgrape.deploy.protocol.site_states import SiteStates, StateMissing
 from redgrape.deploy.setup import certificates, doctor, site_data
 from redgrape.deploy.setup.create import app_hash, create, deployed, renew
 from redgrape.deploy.setup.folder import DataAgreement, Deployment, DeployOptions, SiteFolder
-from redgrape.errors import ConfigError, DataError, RedgrapeError, StorageError, TooFewClients, install
+from redgrape.errors import BusyError, ConfigError, DataError, RedgrapeError, StorageError, TooFewClients, install
 from redgrape.methods.vine import Vine
 from redgrape.reading.learned import disclosed
 from redgrape.reading.learned_in_words import in_words
@@ -1244,6 +1244,23 @@ def test_why_a_supernode_ended_is_told_without_all_else_that_it_prints(
     role.watch(until=lambda: next(looks) == 1)
     assert said == [f"not connected; trying again ({reason})"]
     role.stop()
+
+
+def test_a_site_runs_once_at_a_time(
+    deployment: Deployment, federated: Federated, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for method in ("_start_resident", "_start_warm", "_await_server", "_start_node"):
+        monkeypatch.setattr(site_role.SiteRole, method, lambda self: {})
+    first, second, third = (
+        site_role.SiteRole(SiteFolder(deployment.site("north")), federated.data("north"), print) for _ in range(3)
+    )
+    first.start()
+    with pytest.raises(BusyError, match="site 'north' already runs from"):
+        second.start()
+    second.stop()
+    first.stop()
+    third.start()
+    third.stop()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="ends with its parent there")

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from redgrape.deploy.processes import fork_server
 from redgrape.deploy.processes.launch import NOT_RUN
@@ -25,6 +25,8 @@ from redgrape.deploy.protocol.wire import REFUSED
 from redgrape.deploy.setup import certificates
 from redgrape.deploy.setup.folder import SiteFolder
 from redgrape.errors import BusyError, ConfigError, DataError, RedgrapeError, StorageError
+from redgrape.runs import durable
+from redgrape.runs.folder import try_lock
 
 START_DEADLINE = 600.0  # seconds to read and check the data
 CONNECT_DEADLINE = 20.0
@@ -51,6 +53,7 @@ class SiteRole:
         self._resident: Owned | None = None
         self._warm: Owned | None = None
         self._node: Owned | None = None
+        self._lock: IO[bytes] | None = None
         self._promise = Promise(Path(self._socket).with_name(PROMISE))
         self._broken = 0
         self._other_app = ""
@@ -62,11 +65,20 @@ class SiteRole:
         if not self._folder.options.plain:
             certificates.check_private(self._folder.key)
             certificates.days_left(self._folder.authority)
+        self._lock_folder()
         facts = self._start_resident()
         self._start_warm()
         self._await_server()
         self._start_node()
         return facts
+
+    def _lock_folder(self) -> None:
+        """A second process of this site would take its logs. The system releases the lock when this process ends."""
+        path = self._folder.path
+        with durable.storage_errors("lock", path):
+            self._lock = (path / "lock").open("ab")
+            if not try_lock(self._lock.fileno()):
+                raise BusyError(f"site '{self._folder.options.name}' already runs from '{path}'; end that process")
 
     def _start_resident(self) -> dict[str, Any]:
         log = self._folder.path / "resident.log"
@@ -207,6 +219,8 @@ class SiteRole:
         for owned in (self._node, self._warm, self._resident):
             if owned is not None:
                 owned.stop()
+        if self._lock is not None:
+            self._lock.close()
         self._sockets.cleanup()
 
 
