@@ -83,6 +83,9 @@ def test_a_host_is_a_name_or_an_address(key: str) -> None:
             options(**{key: word})
 
 
+AGREEMENT = options().data.model_dump(mode="json")
+
+
 @pytest.fixture
 def federated(tmp_path: Path) -> Federated:
     return Federated(tmp_path / "data")
@@ -761,6 +764,11 @@ def _impatient(deployment: Deployment) -> Deployment:
         ({"evaluates": 0}, "gave an answer that cannot be read: 'evaluates' must be true or false, and is 0"),
         ({"tests": -1}, "declares -1 tests, which is not possible"),
         ({"redgrape": "0.0.7"}, "has redgrape 0.0.7, and the server "),
+        ({"evaluates": True}, "and the server do not agree on where models are evaluated: compare its site.toml with "),
+        ({"sites": 4, "secure_aggregation": True}, "and the server do not agree on number of sites, secure_agg"),
+        ({"agreement": AGREEMENT | {"classes": CLASSES[::-1]}}, "and the server do not agree on classes: compare "),
+        ({"agreement": AGREEMENT | {"image_size": 6}}, "and the server do not agree on image_size: compare "),
+        ({"agreement": AGREEMENT | {"more": 1}}, "and the server do not agree on data: compare "),
     ],
 )
 def test_what_a_site_cannot_be_is_refused_by_name(
@@ -924,6 +932,8 @@ def test_too_few_sites_stop_the_run_with_its_state_intact(deployment: Deployment
     grid = FakeGrid(deployment, sites[:2])
     with pytest.raises(TooFewClients, match="2 of 3"):
         _run(deployment, grid, "a", min_answers=3)
+    assert cli.run(["show", str(deployment.path / "runs/a")]) == 0
+    assert "not finished; continue it with `redgrape deploy run`" in capsys.readouterr().out
     whole = FakeGrid(deployment, sites)
     folder, _ = _run(deployment, whole, "a", min_answers=3)
     assert len(folder.metrics()) == 3
@@ -1041,7 +1051,6 @@ def test_a_site_may_hold_one_class_and_keeps_its_images_to_itself(tmp_path: Path
     train, _ = site_data.load(tmp_path / "pictures", cache, agreed, hold_out=False)
     assert train.labels.tolist() == [1, 1, 1]
     assert cache.stat().st_mode & 0o077 == 0
-
 
 @pytest.mark.skipif(os.name != "posix", reason="modes of files")
 def test_what_a_process_writes_is_for_its_owner_alone(tmp_path: Path) -> None:
