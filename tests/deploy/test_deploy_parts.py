@@ -1051,6 +1051,10 @@ def test_a_site_may_hold_one_class_and_keeps_its_images_to_itself(tmp_path: Path
     train, _ = site_data.load(tmp_path / "pictures", cache, agreed, hold_out=False)
     assert train.labels.tolist() == [1, 1, 1]
     assert cache.stat().st_mode & 0o077 == 0
+    larger = agreed.model_copy(update={"shape": (1, 4, 4)})
+    with pytest.raises(DataError, match=r"set data\.image_size in deploy\.toml and every site\.toml"):
+        site_data.load(tmp_path / "pictures", cache, larger, hold_out=False)
+
 
 @pytest.mark.skipif(os.name != "posix", reason="modes of files")
 def test_what_a_process_writes_is_for_its_owner_alone(tmp_path: Path) -> None:

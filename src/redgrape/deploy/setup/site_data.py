@@ -90,7 +90,8 @@ def _agreed(examples: Examples, source: Source, agreement: DataAgreement, path: 
             )
     shape, kind = tuple(examples.x.shape[1:]), "uint8" if examples.x.dtype == torch.uint8 else "float"
     if shape != agreement.shape:
-        hint = "; data.image_size resizes images" if len(shape) == 3 and path.is_dir() else ""
+        resized = "; resize the images, or set data.image_size in deploy.toml and every site.toml"
+        hint = resized if len(shape) == 3 and path.is_dir() else ""
         raise DataError(f"'{path}' holds inputs of shape {list(shape)}, and agreed is {list(agreement.shape)}{hint}")
     if kind != agreement.input and agreement.label is None:
         raise DataError(f"'{path}' holds {examples.x.dtype}, and agreed is {agreement.input}; convert it")
