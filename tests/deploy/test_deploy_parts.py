@@ -564,6 +564,17 @@ def test_the_doctor_says_what_is_wrong(
     assert "45 training and 0 test examples of 3 classes" in capsys.readouterr().out
 
 
+def test_who_names_the_wrong_folder_is_told_which_one_is_meant(
+    deployment: Deployment, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.run(["doctor", "nowhere", "--data", "images"]) == 2
+    assert "'nowhere' has no site.toml; ask the server for the folder of your site" in capsys.readouterr().err
+    assert cli.run(["doctor", str(deployment.path), "--data", "images"]) == 2
+    assert "name one of its sites" in capsys.readouterr().err
+    assert cli.run(["deploy", "server", str(deployment.site("north"))]) == 2
+    assert "it is a site's folder; name the server's\n" in capsys.readouterr().err
+
+
 def test_the_doctor_refuses_the_data_that_a_site_refuses(tmp_path: Path) -> None:
     """One image gives no test set."""
     image = pytest.importorskip("PIL.Image")

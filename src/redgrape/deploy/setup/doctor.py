@@ -38,8 +38,8 @@ class Finding:
 
 
 def examine(path: Path, data: Path | None = None) -> list[Finding]:
-    """All findings about a deployment's folder or a site's."""
-    if (path / "site.toml").is_file():
+    """All findings about a deployment's folder or a site's. `data` is a site's."""
+    if data is not None or (path / "site.toml").is_file():
         return list(_site(path, data))
     return list(_server(path))
 
