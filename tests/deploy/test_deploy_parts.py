@@ -936,7 +936,9 @@ def test_the_key_decides_who_a_site_is(deployment: Deployment, sites: list[Deplo
     assert {kind for node, kind in grid.kinds if node != 101} == {"join"}, "nothing of the model was sent to them"
 
 
-def test_too_few_sites_stop_the_run_with_its_state_intact(deployment: Deployment, sites: list[DeployedSite]) -> None:
+def test_too_few_sites_stop_the_run_with_its_state_intact(
+    deployment: Deployment, sites: list[DeployedSite], capsys: pytest.CaptureFixture[str]
+) -> None:
     toml = (deployment.path / "deploy.toml").read_text()
     (deployment.path / "deploy.toml").write_text(toml.replace("join = 300.0", "join = 0.5"))
     deployment = Deployment(deployment.path)
