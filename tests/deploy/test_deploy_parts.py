@@ -549,7 +549,8 @@ def test_the_doctor_says_what_is_wrong(
     assert "valid until" in said and "GB free" in said and "40 examples" in said
     (deployment.server / "server.key").chmod(0o644)
     key, authority = certificates.load_authority(deployment.server / "ca.key", deployment.server / "ca.crt")
-    expired = certificates.server_certificate(certificates.new_key(), ["localhost"], authority, key, days=-3)
+    names = ["localhost", "127.0.0.1"]
+    expired = certificates.server_certificate(certificates.new_key(), names, authority, key, days=-3)
     (deployment.server / "server.crt").write_bytes(certificates.certificate_bytes(expired))
     assert cli.run(["doctor", str(deployment.path)]) == 2
     captured = capsys.readouterr()
@@ -562,6 +563,22 @@ def test_the_doctor_says_what_is_wrong(
     assert "does not answer" in said and "there is no" in said and "sends class rows" in said
     assert cli.run(["doctor", str(site), "--data", str(federated.data("north")), "--json"]) == 2  # no server yet
     assert "45 training and 0 test examples of 3 classes" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("key", "host"), [("bind", "10.0.0.5"), ("host", "fl.example.org")])
+def test_a_certificate_for_another_address_is_refused_until_it_is_renewed(
+    deployment: Deployment, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], key: str, host: str
+) -> None:
+    """The command that starts the server would wait for an answer with the right certificate."""
+    _allow(deployment.path / "deploy.toml", *(f'{key} = "{name}"' for name in (getattr(deployment.options, key), host)))
+    monkeypatch.setattr(server_role, "check_port", lambda bind, port: None)
+    server = server_role.Server(Deployment(deployment.path), print)
+    with pytest.raises(ConfigError, match=f"server.crt' is not for '{host}'; `redgrape deploy renew "):
+        server.start()
+    found = {finding.what: finding.how for finding in doctor.examine(deployment.path)}
+    assert found["server's names"] == "bad"
+    assert cli.run(["deploy", "renew", str(deployment.path)]) == 0
+    server_role.check_names(Deployment(deployment.path))
 
 
 def test_who_names_the_wrong_folder_is_told_which_one_is_meant(

@@ -14,7 +14,7 @@ from typing import Literal
 
 from redgrape import own_code
 from redgrape.deploy.processes import submission
-from redgrape.deploy.processes.server_role import check_port
+from redgrape.deploy.processes.server_role import check_names, check_port
 from redgrape.deploy.processes.site_role import AHEAD, BEHIND, check_server, clock_ahead, why_clock_is_wrong
 from redgrape.deploy.processes.superlink import Link
 from redgrape.deploy.setup import certificates, site_data
@@ -52,6 +52,7 @@ def _server(path: Path) -> Iterator[Finding]:
     if not options.plain:
         for name in ("ca.crt", "server.crt"):
             yield _certificate(server / name, f"redgrape deploy renew {path}")
+        yield _look("server's names", partial(check_names, deployment))
         for name in ("ca.key", "server.key"):
             yield _look(f"server/{name}", partial(certificates.check_private, server / name))
         for name in options.sites:
