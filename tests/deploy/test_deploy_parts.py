@@ -1289,6 +1289,17 @@ def test_why_a_supernode_ended_is_told_without_all_else_that_it_prints(
     role.stop()
 
 
+def test_a_site_whose_data_takes_too_long_is_told_how_to_read_it(
+    deployment: Deployment, federated: Federated, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(site_role, "START_DEADLINE", 0.5)
+    monkeypatch.setattr(site_role.SiteRole, "resident", [sys.executable, "-c", "import time; time.sleep(600)"])
+    role = site_role.SiteRole(SiteFolder(deployment.site("north")), federated.data("north"), print)
+    with pytest.raises(RedgrapeError, match=r"not read within 0\.5 seconds; `redgrape doctor \S+ --data \S+`"):
+        role.start()
+    role.stop()
+
+
 def test_a_site_runs_once_at_a_time(
     deployment: Deployment, federated: Federated, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -100,7 +100,10 @@ class SiteRole:
                     f"the site's process has ended with code {code}: {self._resident.last_words()[-300:]}"
                 )
             time.sleep(0.1)
-        raise RedgrapeError(f"the data was not read within {START_DEADLINE:g} seconds; see {log}")
+        raise RedgrapeError(
+            f"the data was not read within {START_DEADLINE:g} seconds; `redgrape doctor {self._folder.path} --data "
+            f"{self._data}` reads it without a limit, and the site then uses the images that it has decoded"
+        )
 
     def _start_warm(self) -> None:
         """Start it without waiting: until it answers, Flower's own command is run."""
