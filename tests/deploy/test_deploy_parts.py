@@ -50,7 +50,7 @@ from redgrape.deploy.protocol.site_states import SiteStates, StateMissing
 from redgrape.deploy.setup import certificates, doctor, site_data
 from redgrape.deploy.setup.create import app_hash, create, deployed, renew
 from redgrape.deploy.setup.folder import DataAgreement, Deployment, DeployOptions, SiteFolder
-from redgrape.errors import ConfigError, DataError, RedgrapeError, StorageError, TooFewClients, install
+from redgrape.errors import BusyError, ConfigError, DataError, RedgrapeError, StorageError, TooFewClients, install
 from redgrape.methods.vine import Vine
 from redgrape.reading.learned import disclosed
 from redgrape.reading.learned_in_words import in_words
@@ -82,6 +82,9 @@ def test_a_host_is_a_name_or_an_address(key: str) -> None:
     for word in [*bad, "a" * 64, "a." * 127 + "b"]:
         with pytest.raises(ValueError, match="is no name of a host and no address"):
             options(**{key: word})
+
+
+AGREEMENT = options().data.model_dump(mode="json")
 
 
 @pytest.fixture
@@ -542,7 +545,8 @@ def test_the_doctor_says_what_is_wrong(
     assert "valid until" in said and "GB free" in said and "40 examples" in said
     (deployment.server / "server.key").chmod(0o644)
     key, authority = certificates.load_authority(deployment.server / "ca.key", deployment.server / "ca.crt")
-    expired = certificates.server_certificate(certificates.new_key(), ["localhost"], authority, key, days=-3)
+    names = ["localhost", "127.0.0.1"]
+    expired = certificates.server_certificate(certificates.new_key(), names, authority, key, days=-3)
     (deployment.server / "server.crt").write_bytes(certificates.certificate_bytes(expired))
     assert cli.run(["doctor", str(deployment.path)]) == 2
     captured = capsys.readouterr()
@@ -555,6 +559,47 @@ def test_the_doctor_says_what_is_wrong(
     assert "does not answer" in said and "there is no" in said and "sends class rows" in said
     assert cli.run(["doctor", str(site), "--data", str(federated.data("north")), "--json"]) == 2  # no server yet
     assert "45 training and 0 test examples of 3 classes" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("key", "host"), [("bind", "10.0.0.5"), ("host", "fl.example.org")])
+def test_a_certificate_for_another_address_is_refused_until_it_is_renewed(
+    deployment: Deployment, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], key: str, host: str
+) -> None:
+    """The command that starts the server would wait for an answer with the right certificate."""
+    _allow(deployment.path / "deploy.toml", *(f'{key} = "{name}"' for name in (getattr(deployment.options, key), host)))
+    monkeypatch.setattr(server_role, "check_port", lambda bind, port: None)
+    server = server_role.Server(Deployment(deployment.path), print)
+    with pytest.raises(ConfigError, match=f"server.crt' is not for '{host}'; `redgrape deploy renew "):
+        server.start()
+    found = {finding.what: finding.how for finding in doctor.examine(deployment.path)}
+    assert found["server's names"] == "bad"
+    assert cli.run(["deploy", "renew", str(deployment.path)]) == 0
+    server_role.check_names(Deployment(deployment.path))
+
+
+def test_who_names_the_wrong_folder_is_told_which_one_is_meant(
+    deployment: Deployment, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.run(["doctor", "nowhere", "--data", "images"]) == 2
+    assert "'nowhere' has no site.toml; ask the server for the folder of your site" in capsys.readouterr().err
+    assert cli.run(["doctor", str(deployment.path), "--data", "images"]) == 2
+    assert "name one of its sites" in capsys.readouterr().err
+    assert cli.run(["deploy", "server", str(deployment.site("north"))]) == 2
+    assert "it is a site's folder; name the server's\n" in capsys.readouterr().err
+
+
+def test_the_doctor_refuses_the_data_that_a_site_refuses(tmp_path: Path) -> None:
+    """One image gives no test set."""
+    image = pytest.importorskip("PIL.Image")
+    pictures = tmp_path / "pictures"
+    (pictures / "ash").mkdir(parents=True)
+    image.fromarray(np.zeros((2, 2), np.uint8)).save(pictures / "ash/0.png")
+    create(tmp_path / "d", options(data={"classes": tuple(CLASSES), "shape": (1, 2, 2), "input": "uint8"}))
+    site = SiteFolder(tmp_path / "d/sites/north")
+    with pytest.raises(DataError, match="no test example") as refused:
+        DeployedSite(site, pictures)
+    found = {finding.what: finding for finding in doctor.examine(site.path, pictures)}
+    assert (found["data"].how, found["data"].words) == ("bad", str(refused.value))
 
 
 class _Node(SimpleNamespace):
@@ -743,6 +788,11 @@ def _impatient(deployment: Deployment) -> Deployment:
         ({"evaluates": 0}, "gave an answer that cannot be read: 'evaluates' must be true or false, and is 0"),
         ({"tests": -1}, "declares -1 tests, which is not possible"),
         ({"redgrape": "0.0.7"}, "has redgrape 0.0.7, and the server "),
+        ({"evaluates": True}, "and the server do not agree on where models are evaluated: compare its site.toml with "),
+        ({"sites": 4, "secure_aggregation": True}, "and the server do not agree on number of sites, secure_agg"),
+        ({"agreement": AGREEMENT | {"classes": CLASSES[::-1]}}, "and the server do not agree on classes: compare "),
+        ({"agreement": AGREEMENT | {"image_size": 6}}, "and the server do not agree on image_size: compare "),
+        ({"agreement": AGREEMENT | {"more": 1}}, "and the server do not agree on data: compare "),
     ],
 )
 def test_what_a_site_cannot_be_is_refused_by_name(
@@ -899,13 +949,17 @@ def test_the_key_decides_who_a_site_is(deployment: Deployment, sites: list[Deplo
     assert {kind for node, kind in grid.kinds if node != 101} == {"join"}, "nothing of the model was sent to them"
 
 
-def test_too_few_sites_stop_the_run_with_its_state_intact(deployment: Deployment, sites: list[DeployedSite]) -> None:
+def test_too_few_sites_stop_the_run_with_its_state_intact(
+    deployment: Deployment, sites: list[DeployedSite], capsys: pytest.CaptureFixture[str]
+) -> None:
     toml = (deployment.path / "deploy.toml").read_text()
     (deployment.path / "deploy.toml").write_text(toml.replace("join = 300.0", "join = 0.5"))
     deployment = Deployment(deployment.path)
     grid = FakeGrid(deployment, sites[:2])
     with pytest.raises(TooFewClients, match="2 of 3"):
         _run(deployment, grid, "a", min_answers=3)
+    assert cli.run(["show", str(deployment.path / "runs/a")]) == 0
+    assert "not finished; continue it with `redgrape deploy run`" in capsys.readouterr().out
     whole = FakeGrid(deployment, sites)
     folder, _ = _run(deployment, whole, "a", min_answers=3)
     assert len(folder.metrics()) == 3
@@ -1023,6 +1077,9 @@ def test_a_site_may_hold_one_class_and_keeps_its_images_to_itself(tmp_path: Path
     train, _ = site_data.load(tmp_path / "pictures", cache, agreed, hold_out=False)
     assert train.labels.tolist() == [1, 1, 1]
     assert cache.stat().st_mode & 0o077 == 0
+    larger = agreed.model_copy(update={"shape": (1, 4, 4)})
+    with pytest.raises(DataError, match=r"set data\.image_size in deploy\.toml and every site\.toml"):
+        site_data.load(tmp_path / "pictures", cache, larger, hold_out=False)
 
 
 @pytest.mark.skipif(os.name != "posix", reason="modes of files")
@@ -1181,6 +1238,79 @@ def test_what_was_forked_for_a_supernode_ends_with_it(
     role.watch(until=lambda: next(looks) == 4)
     assert (forked.stopped, node.stopped, started) == (1, 1, ["warm"])
     role.stop()
+
+
+_TO_ITS_END = """\x1b[92mINFO \x1b[0m:      FastAPI lifespan: shutdown
+INFO:     Application shutdown complete.
+INFO:     Finished server process [1]
+"""
+_REFUSED = f"""\x1b[91mERROR \x1b[0m:     Exit Code: 305
+Failed to initialize the connection to the SuperLink.
+[code: 2004] Failed to activate SuperNode.
+
+For more information, visit: <https://flower.ai/docs/framework/1.41/en/ref-exit-codes/305.html>
+{_TO_ITS_END}"""
+_AWAY = f"""\x1b[93mWARNING \x1b[0m:   Giving up reconnection after 20.03 seconds and 7 tries.
+\x1b[91mERROR \x1b[0m:     [Errno 111] Connection refused
+\x1b[93mWARNING \x1b[0m:   Connection attempt failed, retrying in 0.19 seconds
+{_TO_ITS_END}"""
+
+
+@pytest.mark.parametrize(
+    ("printed", "reason"),
+    [
+        (_AWAY, "[Errno 111] Connection refused"),
+        (
+            _REFUSED,
+            "the server does not accept the key of site 'north': is it registered there, and used by nobody else? "
+            "Failed to initialize the connection to the SuperLink. [code: 2004] Failed to activate SuperNode.",
+        ),
+    ],
+)
+def test_why_a_supernode_ended_is_told_without_all_else_that_it_prints(
+    deployment: Deployment, federated: Federated, monkeypatch: pytest.MonkeyPatch, printed: str, reason: str
+) -> None:
+    said: list[str] = []
+    role = site_role.SiteRole(SiteFolder(deployment.site("north")), federated.data("north"), said.append)
+    log = deployment.path / "supernode.log"
+    node = supervision.Owned([sys.executable, "-c", f"print({printed!r})"], dict(os.environ), log)
+    assert node.process.wait(timeout=60) == 0
+    role._resident, role._node = Stuck(), node  # type: ignore[assignment]
+    for method in ("_await_server", "_start_node"):
+        monkeypatch.setattr(role, method, lambda **again: None)
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+    looks = iter(range(9))
+    role.watch(until=lambda: next(looks) == 1)
+    assert said == [f"not connected; trying again ({reason})"]
+    role.stop()
+
+
+def test_a_site_whose_data_takes_too_long_is_told_how_to_read_it(
+    deployment: Deployment, federated: Federated, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(site_role, "START_DEADLINE", 0.5)
+    monkeypatch.setattr(site_role.SiteRole, "resident", [sys.executable, "-c", "import time; time.sleep(600)"])
+    role = site_role.SiteRole(SiteFolder(deployment.site("north")), federated.data("north"), print)
+    with pytest.raises(RedgrapeError, match=r"not read within 0\.5 seconds; `redgrape doctor \S+ --data \S+`"):
+        role.start()
+    role.stop()
+
+
+def test_a_site_runs_once_at_a_time(
+    deployment: Deployment, federated: Federated, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for method in ("_start_resident", "_start_warm", "_await_server", "_start_node"):
+        monkeypatch.setattr(site_role.SiteRole, method, lambda self: {})
+    first, second, third = (
+        site_role.SiteRole(SiteFolder(deployment.site("north")), federated.data("north"), print) for _ in range(3)
+    )
+    first.start()
+    with pytest.raises(BusyError, match="site 'north' already runs from"):
+        second.start()
+    second.stop()
+    first.stop()
+    third.start()
+    third.stop()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="ends with its parent there")

@@ -40,7 +40,7 @@ def seconds(text: str) -> float:
 
 def port(text: str) -> int:
     if not (text.isdecimal() and len(text) < 6 and int(text) < 2**16):
-        raise argparse.ArgumentTypeError(f"'{text}' is not a port; choose 1024 to 65535, or 0 for any free one")
+        raise argparse.ArgumentTypeError(f"'{text}' is not a port; choose 1024 to 65535")
     return int(text)
 
 

@@ -205,7 +205,7 @@ def run(options: argparse.Namespace) -> None:
     if options.simulate is None and not Link(deployment).is_up():
         raise RedgrapeError(f"the server does not answer; start it with `redgrape deploy server {deployment.path}`")
     if submission.is_active(deployment):
-        raise BusyError("a run is already in progress; see `redgrape deploy status`")
+        raise BusyError(f"a run is already in progress; see `redgrape deploy status {deployment.path}`")
     if (path / "experiment.toml").is_file():
         folder = RunFolder.open(path)
         if folder.experiment().hash() != experiment.hash():

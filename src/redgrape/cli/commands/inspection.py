@@ -67,7 +67,10 @@ def show(options: argparse.Namespace) -> None:
     if run.environment is not None:
         print(printable(f"split: {run.environment['split']}"))
     if run.summary is None:
-        print(printable(f"not finished; continue it with `redgrape resume {options.run}`"))
+        from redgrape.data.prepare import AT_SITES
+
+        again = "deploy run" if run.experiment["data"]["source"] == AT_SITES else f"resume {options.run}"
+        print(printable(f"not finished; continue it with `redgrape {again}`"))
     else:
         _show_result(run, options.on)
     print(f"\nsettings, also those that do not apply to this data\n\n{lines(tomli_w.dumps(run.experiment).strip())}")

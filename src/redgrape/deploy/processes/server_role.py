@@ -69,6 +69,7 @@ class Server:
                 raise ConfigError(
                     f"'{server / name}' has expired; `redgrape deploy renew {self.deployment.path}` makes a new one"
                 )
+        check_names(self.deployment)
         certificates.check_private(server / "server.key")
 
     def watch(self) -> None:
@@ -98,6 +99,16 @@ class Server:
     def stop(self) -> None:
         if self._owned is not None:
             self._owned.stop()
+
+
+def check_names(deployment: Deployment) -> None:
+    """Raise ConfigError if the server's certificate is not for the addresses in deploy.toml, which may have changed."""
+    certificate = deployment.server / "server.crt"
+    for host in (deployment.options.host, Link(deployment).host):
+        if not certificates.is_for(certificate, host):
+            raise ConfigError(
+                f"'{certificate}' is not for '{host}'; `redgrape deploy renew {deployment.path}` makes one that is"
+            )
 
 
 def check_port(bind: str, port: int) -> None:

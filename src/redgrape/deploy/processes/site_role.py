@@ -5,6 +5,7 @@ from __future__ import annotations
 import email.utils
 import json
 import os
+import re
 import socket
 import ssl
 import sys
@@ -14,7 +15,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from redgrape.deploy.processes import fork_server
 from redgrape.deploy.processes.launch import NOT_RUN
@@ -23,7 +24,9 @@ from redgrape.deploy.protocol.deadlines import PROMISE, Promise
 from redgrape.deploy.protocol.wire import REFUSED
 from redgrape.deploy.setup import certificates
 from redgrape.deploy.setup.folder import SiteFolder
-from redgrape.errors import BY_EXIT_CODE, ConfigError, RedgrapeError
+from redgrape.errors import BY_EXIT_CODE, BusyError, ConfigError, RedgrapeError
+from redgrape.runs import durable
+from redgrape.runs.folder import try_lock
 
 START_DEADLINE = 600.0  # seconds to read and check the data
 CONNECT_DEADLINE = 20.0
@@ -34,6 +37,8 @@ BROKEN_LOOKS = 20  # looks in a row at a broken promise: after the machine was s
 AHEAD, BEHIND = 4.0, 290.0  # seconds that a site's clock may be off; Flower refuses it from 5 and 305 on
 SKEW = 60.0  # seconds behind that are worth a message
 LOOKS_A_SECOND = 20.0  # polls for messages by all sites together, so that many sites do not keep the server busy
+_COLOUR = re.compile(r"\x1b\[\d*m")
+_ERROR = re.compile(r"ERROR *: +(?:Exit Code: \d+ \| )?(.*?)(?: \| (?:INFO|WARNING|ERROR|For more information)|$)")
 
 
 class SiteRole:
@@ -48,6 +53,7 @@ class SiteRole:
         self._resident: Owned | None = None
         self._warm: Owned | None = None
         self._node: Owned | None = None
+        self._lock: IO[bytes] | None = None
         self._promise = Promise(Path(self._socket).with_name(PROMISE))
         self._broken = 0
         self._other_app = ""
@@ -59,11 +65,20 @@ class SiteRole:
         if not self._folder.options.plain:
             certificates.check_private(self._folder.key)
             certificates.days_left(self._folder.authority)
+        self._lock_folder()
         facts = self._start_resident()
         self._start_warm()
         self._await_server()
         self._start_node()
         return facts
+
+    def _lock_folder(self) -> None:
+        """A second process of this site would take its logs. The system releases the lock when this process ends."""
+        path = self._folder.path
+        with durable.storage_errors("lock", path):
+            self._lock = (path / "lock").open("ab")
+            if not try_lock(self._lock.fileno()):
+                raise BusyError(f"site '{self._folder.options.name}' already runs from '{path}'; end that process")
 
     def _start_resident(self) -> dict[str, Any]:
         log = self._folder.path / "resident.log"
@@ -85,7 +100,10 @@ class SiteRole:
                     f"the site's process has ended with code {code}: {self._resident.last_words()[-300:]}"
                 )
             time.sleep(0.1)
-        raise RedgrapeError(f"the data was not read within {START_DEADLINE:g} seconds; see {log}")
+        raise RedgrapeError(
+            f"the data was not read within {START_DEADLINE:g} seconds; `redgrape doctor {self._folder.path} --data "
+            f"{self._data}` reads it without a limit, and the site then uses the images that it has decoded"
+        )
 
     def _start_warm(self) -> None:
         """Start it without waiting: until it answers, Flower's own command is run."""
@@ -161,18 +179,19 @@ class SiteRole:
                 self._warm.stop()  # with its forks, which would try for ever to reach the ended SuperNode
                 self._start_warm()
             if node_ended:
-                said = self._node.last_words()
+                reason = _reason(self._node.last_words())
                 self._node.stop()
-                if "[code:" in said:  # the server's own answer; else it was not reached
+                if "[code:" in reason:  # the server's own answer; else it was not reached
+                    reason = (
+                        f"the server does not accept the key of site '{self._folder.options.name}': is it registered "
+                        f"there, and used by nobody else? {reason}"
+                    )
                     refused_since = refused_since or time.monotonic()
                     if time.monotonic() - refused_since > PATIENCE:
-                        raise ConfigError(
-                            f"the server does not accept the key of site '{self._folder.options.name}': is it "
-                            f"registered there, and used by nobody else? {said[-300:]}"
-                        )
+                        raise ConfigError(reason)
                 else:
                     refused_since = None
-                self._say(f"not connected; trying again ({said[-160:]})")
+                self._say(f"not connected; trying again ({reason})")
                 time.sleep(AGAIN)
                 self._await_server(again=True)
                 self._start_node()
@@ -203,7 +222,15 @@ class SiteRole:
         for owned in (self._node, self._warm, self._resident):
             if owned is not None:
                 owned.stop()
+        if self._lock is not None:
+            self._lock.close()
         self._sockets.cleanup()
+
+
+def _reason(said: str) -> str:
+    """What a SuperNode gives as the reason of its end, among all that it prints."""
+    found = _ERROR.findall(_COLOUR.sub("", said))
+    return (found[-1].replace(" | ", " ") if found else said)[-300:]
 
 
 def check_server(folder: SiteFolder) -> str | None:

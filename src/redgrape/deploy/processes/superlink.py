@@ -29,13 +29,13 @@ class Link:
     def __init__(self, deployment: Deployment) -> None:
         self._deployment = deployment
         bind = deployment.options.bind
-        self._host = "127.0.0.1" if is_everywhere(bind) else bind  # from this machine
+        self.host = "127.0.0.1" if is_everywhere(bind) else bind  # from this machine
 
     def write_connection(self, **more: Any) -> None:
         """Tell the `flwr` command where the SuperLink is."""
         options, home = self._deployment.options, self._deployment.flower_home
         home.mkdir(mode=0o700, parents=True, exist_ok=True)
-        connection: dict[str, Any] = {"address": address(self._host, options.port)}
+        connection: dict[str, Any] = {"address": address(self.host, options.port)}
         if options.plain:
             connection["insecure"] = True
         else:
@@ -48,10 +48,10 @@ class Link:
         options = self._deployment.options
         connection: HTTPConnection
         if options.plain:
-            connection = HTTPConnection(self._host, options.port, timeout=3)
+            connection = HTTPConnection(self.host, options.port, timeout=3)
         else:
             context = ssl.create_default_context(cafile=str(self._deployment.server / "ca.crt"))
-            connection = HTTPSConnection(self._host, options.port, timeout=3, context=context)
+            connection = HTTPSConnection(self.host, options.port, timeout=3, context=context)
         try:
             connection.request("GET", "/health/ready")
             connection.getresponse().read()

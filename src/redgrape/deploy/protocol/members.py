@@ -128,12 +128,19 @@ class Members:
             raise UpdateRejected(f"it says that it is site '{name}', but its key is that of {owner}")
         if any(member.site == k for member in self._members.values()):
             raise UpdateRejected(f"site '{name}' is connected already")
-        if said.agreement != self._options.data.model_dump(mode="json") or said.sites != len(sites):
-            raise UpdateRejected(f"site '{name}' and the server do not agree on classes, shape or number of sites")
-        if said.evaluates != (self._options.test is None):
-            raise UpdateRejected(f"site '{name}' and the server do not agree on where models are evaluated")
-        if said.secure_aggregation != self._options.secure_aggregation:
-            raise UpdateRejected(f"site '{name}' and the server do not agree on secure_aggregation")
+        agreed = self._options.data.model_dump(mode="json")
+        both = {
+            "number of sites": (said.sites, len(sites)),
+            "where models are evaluated": (said.evaluates, self._options.test is None),
+            "secure_aggregation": (said.secure_aggregation, self._options.secure_aggregation),
+            "data": (said.agreement.keys(), agreed.keys()),
+            **{key: (said.agreement.get(key), value) for key, value in agreed.items()},
+        }
+        if different := [what for what, (theirs, ours) in both.items() if theirs != ours]:
+            raise UpdateRejected(
+                f"site '{name}' and the server do not agree on {', '.join(different)}: compare its site.toml with "
+                "deploy.toml"
+            )
         if said.redgrape != redgrape.__version__:
             raise UpdateRejected(
                 f"site '{name}' has redgrape {said.redgrape[:40]}, and the server {redgrape.__version__}; install the "

@@ -56,7 +56,7 @@ from redgrape.deploy.protocol.wire import REFUSED, Header, NotUnderstood, Parts
 from redgrape.deploy.setup import site_data
 from redgrape.deploy.setup.folder import SiteFolder
 from redgrape.engines import ClientHalf
-from redgrape.errors import ConfigError, DataError, RedgrapeError
+from redgrape.errors import ConfigError, RedgrapeError
 from redgrape.learning import evaluation, sums
 from redgrape.runs.experiment import Experiment
 from redgrape.tree import Tree
@@ -80,22 +80,12 @@ class DeployedSite:
     """One site with its data, which has been checked."""
 
     def __init__(self, folder: SiteFolder, data: Path, states: Path | None = None) -> None:
-        self.options, self._folder = folder.options, folder
-        agreement, index = self.options.data, self.options.index
-        self.train, self.test = site_data.load(data, self._cache, agreement, hold_out=self.options.evaluates)
-        if not len(self.train):
-            raise DataError(f"'{data}' holds no training example; a site needs at least one to take part")
-        if self.options.evaluates and not len(self.test):
-            raise DataError(f"'{data}' holds no test example, and models are evaluated at the sites")
-        self.index = index
+        self.options, self._folder, self.index = folder.options, folder, folder.options.index
+        self.train, self.test = site_data.of_site(folder, data)
         self._evaluated = self._reported_test_set()
         self._states = SiteStates(folder.states if states is None else states)
         self._prepared: _Prepared | None = None
         self._sums: tuple[str, Question, Member] | None = None  # of the sum under way: its name, and what is added
-
-    @property
-    def _cache(self) -> Path:
-        return self._folder.path / "cache"
 
     def counts(self) -> dict[str, int]:
         """The number of training examples of each class. Only the site itself sees it."""
@@ -281,7 +271,7 @@ class DeployedSite:
 
     def _client_half(self, experiment: Experiment, columns: Columns | None) -> ClientHalf:
         options, shape = self.options, self.options.data.shape
-        change = inputs.change(experiment.net, shape, columns, self._cache)
+        change = inputs.change(experiment.net, shape, columns, self._folder.cache)
         train = change(replace(self.train, augment=augmentation(experiment.data, 1 + len(shape))))
         federation = PartialFederation(
             options.data,

@@ -158,6 +158,12 @@ def days_left(certificate_file: Path) -> float:
     return float((certificate.not_valid_after_utc - now).total_seconds()) / 86400
 
 
+def is_for(certificate_file: Path, host: str) -> bool:
+    """Whether it is the certificate of this name or address."""
+    extensions = x509.load_pem_x509_certificate(certificate_file.read_bytes()).extensions
+    return _general_name(host) in extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+
+
 def check_private(key_file: Path) -> None:
     """Raise ConfigError if anyone but the owner could read the key."""
     try:

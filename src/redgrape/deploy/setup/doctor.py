@@ -14,7 +14,7 @@ from typing import Literal
 
 from redgrape import own_code
 from redgrape.deploy.processes import submission
-from redgrape.deploy.processes.server_role import check_port
+from redgrape.deploy.processes.server_role import check_names, check_port
 from redgrape.deploy.processes.site_role import AHEAD, BEHIND, check_server, clock_ahead, why_clock_is_wrong
 from redgrape.deploy.processes.superlink import Link
 from redgrape.deploy.setup import certificates, site_data
@@ -38,8 +38,8 @@ class Finding:
 
 
 def examine(path: Path, data: Path | None = None) -> list[Finding]:
-    """All findings about a deployment's folder or a site's."""
-    if (path / "site.toml").is_file():
+    """All findings about a deployment's folder or a site's. `data` is a site's."""
+    if data is not None or (path / "site.toml").is_file():
         return list(_site(path, data))
     return list(_server(path))
 
@@ -52,6 +52,7 @@ def _server(path: Path) -> Iterator[Finding]:
     if not options.plain:
         for name in ("ca.crt", "server.crt"):
             yield _certificate(server / name, f"redgrape deploy renew {path}")
+        yield _look("server's names", partial(check_names, deployment))
         for name in ("ca.key", "server.key"):
             yield _look(f"server/{name}", partial(certificates.check_private, server / name))
         for name in options.sites:
@@ -195,9 +196,7 @@ def _own_files(folder: SiteFolder) -> str:
 
 
 def _site_data(folder: SiteFolder, data: Path) -> str:
-    train, test = site_data.load(data, folder.path / "cache", folder.options.data, hold_out=folder.options.evaluates)
-    if not len(train):
-        raise RedgrapeError(f"'{data}' holds no training example")
+    train, test = site_data.of_site(folder, data)
     classes = len(train.labels.unique())
     return f"{len(train)} training and {len(test)} test examples of {classes} classes"
 

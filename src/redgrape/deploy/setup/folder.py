@@ -260,8 +260,9 @@ class Deployment:
 
     def __init__(self, path: Path) -> None:
         if not (path / "deploy.toml").is_file():
-            hint = "; it is a site's folder" if (path / "site.toml").is_file() else ""
-            raise ConfigError(f"'{path}' has no deploy.toml{hint}; `redgrape deploy init {path}` makes one")
+            is_site = (path / "site.toml").is_file()
+            hint = "it is a site's folder; name the server's" if is_site else f"`redgrape deploy init {path}` makes one"
+            raise ConfigError(f"'{path}' has no deploy.toml; {hint}")
         self.path = path.resolve()
         self.options = DeployOptions.read(path / "deploy.toml")
 
@@ -302,6 +303,10 @@ class SiteFolder:
     @property
     def states(self) -> Path:
         return self.path / "states"
+
+    @property
+    def cache(self) -> Path:
+        return self.path / "cache"
 
 
 def write_private(path: Path, data: bytes) -> None:

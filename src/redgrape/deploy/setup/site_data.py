@@ -12,11 +12,25 @@ from redgrape.data import user_data
 from redgrape.data.examples import Examples
 from redgrape.data.sources import Source
 from redgrape.data.table import SUFFIXES, is_table, listed, read
-from redgrape.deploy.setup.folder import DataAgreement
+from redgrape.deploy.setup.folder import DataAgreement, SiteFolder
 from redgrape.errors import DataError
 from redgrape.runs import durable
 
 _SEED = 0  # for a site's held-out test set; the same in every run, so that none trains on another's test set
+
+
+def of_site(folder: SiteFolder, path: Path) -> tuple[Examples, Examples]:
+    """A site's training and test examples; DataError if it cannot take part with them."""
+    options = folder.options
+    train, test = load(path, folder.cache, options.data, hold_out=options.evaluates)
+    if not len(train):
+        raise DataError(f"'{path}' holds no training example; a site needs at least one to take part")
+    if options.evaluates and not len(test):
+        raise DataError(
+            f"'{path}' holds no test example, and models are evaluated at the sites; a class with two examples gives "
+            "one"
+        )
+    return train, test
 
 
 def load(path: Path, cache: Path, agreement: DataAgreement, *, hold_out: bool) -> tuple[Examples, Examples]:
@@ -76,7 +90,8 @@ def _agreed(examples: Examples, source: Source, agreement: DataAgreement, path: 
             )
     shape, kind = tuple(examples.x.shape[1:]), "uint8" if examples.x.dtype == torch.uint8 else "float"
     if shape != agreement.shape:
-        hint = "; data.image_size resizes images" if len(shape) == 3 and path.is_dir() else ""
+        resized = "; resize the images, or set data.image_size in deploy.toml and every site.toml"
+        hint = resized if len(shape) == 3 and path.is_dir() else ""
         raise DataError(f"'{path}' holds inputs of shape {list(shape)}, and agreed is {list(agreement.shape)}{hint}")
     if kind != agreement.input and agreement.label is None:
         raise DataError(f"'{path}' holds {examples.x.dtype}, and agreed is {agreement.input}; convert it")
