@@ -798,8 +798,7 @@ def test_an_interruption_in_this_process(command: Command, toml: Path, monkeypat
     monkeypatch.setattr(training, "carry_out", interrupted)
     outcome = command("run", toml)
     assert outcome.code == 130
-    assert outcome.err.startswith("redgrape: interrupted; run `redgrape resume RUN` to continue")
-    assert len(outcome.err.splitlines()) == 1
+    assert outcome.err == "redgrape: interrupted\n"  # no round has begun that could be continued
 
 
 def test_without_a_command_it_says_how_to_begin(command: Command) -> None:

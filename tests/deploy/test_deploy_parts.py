@@ -275,6 +275,15 @@ def test_a_run_that_one_site_may_make_alone_is_warned_of(
     assert said.startswith("warning: min_answers is 1: if a single site") and said.count("\n") == 1
 
 
+def test_settings_of_data_that_the_sites_decide_are_named(
+    deployment: Deployment, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = [word for key in ("alpha=0.3", "flip=true", "ir=10") for word in ("-c", f"data.{key}")]
+    cli.run(["deploy", "run", str(deployment.path), "--dry-run", *settings])
+    said = "note: the sites' data is used as it is, without data.alpha, data.ir"
+    assert said in capsys.readouterr().err.splitlines()
+
+
 def test_without_flower_one_line_tells_what_to_install(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

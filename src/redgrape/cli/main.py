@@ -22,7 +22,7 @@ WELCOME = """redgrape trains federated models on long-tailed data. To begin:
 
 `redgrape --help` lists all commands, `redgrape COMMAND --help` its options."""
 
-GOING_ON = ("compare", "deploy", "reproduce", "sweep")  # run again, these commands continue their work
+GOING_ON = ("compare", "deploy run", "reproduce", "sweep")  # run again, these commands continue their work
 ENDED = {signal.SIGINT: 130, signal.SIGTERM: 143}  # exit codes of commands ended by a signal
 
 
@@ -65,9 +65,11 @@ def _run(arguments: list[str]) -> int:
         return error.exit_code
     except KeyboardInterrupt as error:
         what = "terminated" if isinstance(error, _Terminated) else "interrupted"
-        run = getattr(error, "__notes__", ["RUN"])[0]
-        again = "run the same command" if words[0] in GOING_ON else f"run `redgrape resume {run}`"
-        print(f"redgrape: {what}; {printable(again)} to continue from the last finished round", file=sys.stderr)
+        again = [f"run `redgrape resume {run}`" for run in getattr(error, "__notes__", [])]
+        if " ".join(words).startswith(GOING_ON):
+            again = ["run the same command"]
+        hint = f"; {printable(again[0])} to continue from the last finished round" if again else ""
+        print(f"redgrape: {what}{hint}", file=sys.stderr)
         return ENDED[signal.SIGTERM if what == "terminated" else signal.SIGINT]
     except BrokenPipeError:  # the reader, such as `head`, has exited
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -184,7 +184,7 @@ def run(options: argparse.Namespace) -> None:
     from redgrape.deploy.processes import submission
     from redgrape.deploy.processes.simulated import SimulatedDeployment
     from redgrape.deploy.processes.superlink import Link
-    from redgrape.deploy.setup.create import deployed
+    from redgrape.deploy.setup.create import DATA_KEYS, deployed
     from redgrape.deploy.setup.folder import Deployment
     from redgrape.reading import run_view
     from redgrape.runs.experiment import Experiment
@@ -193,7 +193,10 @@ def run(options: argparse.Namespace) -> None:
     deployment = Deployment(options.folder)
     if options.simulate is not None:
         SimulatedDeployment(options.folder, options.simulate)  # checks that it is possible
-    experiment = Experiment.parse(_values(options, deployment.path / "experiment.toml"))
+    values = _values(options, deployment.path / "experiment.toml")
+    experiment = Experiment.parse(values)
+    if unused := sorted(values.get("data", {}).keys() - set(DATA_KEYS)):
+        _say(f"note: the sites' data is used as it is, without data.{', data.'.join(unused)}")
     submission.check(experiment, deployment.options)
     if warning := submission.lone_answers(experiment, deployment.options):
         _say(f"warning: {warning}")

@@ -102,11 +102,14 @@ def _floors(options: DeployOptions) -> dict[str, Any]:
     return {"preset": "private", **floors}
 
 
+DATA_KEYS = ("crop", "flip", "cutout", "auxiliary")  # what an experiment decides about the sites' data
+
+
 def deployed(experiment: Experiment, options: DeployOptions) -> Experiment:
     """The experiment on the sites' data."""
     values = experiment.resolved()
     data = {"source": AT_SITES, "imbalance": "natural", "partition": "natural", "clients": len(options.sites)}
-    kept = {key: values["data"][key] for key in ("crop", "flip", "cutout", "auxiliary")}
+    kept = {key: values["data"][key] for key in DATA_KEYS}
     for section, key in (("method", "name"), ("net", "name"), ("net", "weights")):  # the run is carried out elsewhere
         if own_code.names_file(name := values[section][key]) or (key == "weights" and name != "none"):
             values[section][key] = str(Path(name).resolve())
