@@ -43,6 +43,7 @@ from redgrape.deploy.processes.deployed_run import at_sites
 from redgrape.deploy.processes.launch import NOT_RUN, pin
 from redgrape.deploy.processes.server_app import Journal
 from redgrape.deploy.processes.submission import Submission, is_active
+from redgrape.deploy.processes.submission import journal as read_journal
 from redgrape.deploy.protocol import deadlines, wire
 from redgrape.deploy.protocol.admission import why_refused
 from redgrape.deploy.protocol.site import DeployedSite
@@ -1418,7 +1419,7 @@ def test_the_operator_sees_every_word_once(deployment: Deployment) -> None:
     submission = _submission(deployment, FakeLink())
 
     def look() -> None:
-        submission._pass_on(submission._journal(), 0, lambda step: None, said.append)
+        submission._pass_on(read_journal(deployment), 0, lambda step: None, said.append)
 
     for i in range(250):
         journal.say(f"word {i}")
