@@ -135,7 +135,8 @@ def caption(table: Table) -> list[str]:
     if table.suite.claim and table.scale is not None:
         lines.append(f"the paper says: {table.suite.claim}")
     if table.cuts:
-        lines.append(f"scale {table.scale}, cut against scale paper: {' · '.join(table.cuts)}")
+        whole = "" if table.scale == "paper" else " against scale paper"
+        lines.append(f"scale {table.scale}, cut{whole}: {' · '.join(table.cuts)}")
     elif table.scale is not None:
         lines.append(f"scale {table.scale}")
     if table.departures:
