@@ -8,7 +8,7 @@ checks it again before it answers, by its own site.toml.
     min_count             no site sends a gradient of a class with fewer examples, or how many there are. If this is
                           above 1, no gradient may be solvable for the examples behind it. The update of the model
                           itself may still disclose such a class
-    min_clients           no class is released that fewer sites report, or hold
+    min_clients           no class is released if fewer sites report or hold it
 """
 
 from __future__ import annotations
