@@ -337,7 +337,7 @@ def _add_deployment(commands: Any) -> None:
         type=flags.positive,
         default=3,
         metavar="N",
-        help="re-balance only classes that at least N sites hold (3)",
+        help="re-balance or release only classes that at least N sites hold (3)",
     )
     command.add_argument(
         "--secure-aggregation",
