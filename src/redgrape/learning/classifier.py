@@ -144,7 +144,7 @@ def fresh_classifier(like: Tensors, random: torch.Generator) -> Tensors:
 
 
 def equiangular(C: int, d: int, random: torch.Generator) -> Tensor:
-    """A simplex equiangular tight frame: C unit vectors in R^d, the columns, of which any two have the cosine
+    """A simplex equiangular tight frame: C unit vectors in R^d, the columns. Any two have the cosine
     -1 / (C - 1). It needs d >= C."""
     Q = torch.linalg.qr(torch.empty(d, C, dtype=torch.float64).normal_(generator=random))[0]
     E: Tensor = math.sqrt(C / (C - 1)) * (Q - Q.mean(dim=1, keepdim=True))
