@@ -74,7 +74,7 @@ def why_refused(experiment: Experiment, options: DeployOptions | SiteOptions) ->
 
 def sums_must_be_whole(experiment: Experiment, options: DeployOptions | SiteOptions) -> bool:
     """Whether a secure sum of updates must be over all sites: a sum with a site, and one without it, would give what
-    the site tells of its data in every round."""
+    the site sends about its data in every round."""
     return bool(of_data(crossing(experiment, options)[0]))
 
 

@@ -211,8 +211,8 @@ class DeployedSite:
         return answer, self._sums[2].answer(stage, parts, numbers)
 
     def _is_whole(self, question: SumQuestion) -> bool:
-        """Whether no site may be missing in this sum. Columns, a survey and an evaluation are the same again, whoever
-        is missing. NotAllowed and StateMissing come here, before anybody computes."""
+        """Whether no site may be missing in this sum. Columns, a survey and an evaluation are the same whenever they
+        are asked. NotAllowed and StateMissing come here, before anybody computes."""
         added = question.added()
         if isinstance(added, ColumnsQuestion):
             self._experiment(added)
