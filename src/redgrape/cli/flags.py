@@ -90,7 +90,7 @@ EXPERIMENT: dict[str, tuple[str, Any, str]] = {
         "class_dirichlet (default), prior_dirichlet, creff, iid, client_lt, like:MATRIX, natural (the data's sites) or "
         "file.py:function",
     ),
-    "--alpha": ("data.alpha", float, "Dirichlet parameter: with class_dirichlet, clients differ more if it is small (default: 1)"),
+    "--alpha": ("data.alpha", float, "Dirichlet parameter: if small, class_dirichlet makes clients differ (default: 1)"),
     "--clients": ("data.clients", int, "number of clients (default: 10)"),
     "--clients-per-round": ("clients_per_round", int, "clients sampled per round (default: all)"),
     "--net": (
