@@ -90,7 +90,11 @@ EXPERIMENT: dict[str, tuple[str, Any, str]] = {
         "class_dirichlet (default), prior_dirichlet, creff, iid, client_lt, like:MATRIX, natural (the data's sites) or "
         "file.py:function",
     ),
-    "--alpha": ("data.alpha", float, "Dirichlet parameter: if small, class_dirichlet makes clients differ (default: 1)"),
+    "--alpha": (
+        "data.alpha",
+        float,
+        "Dirichlet parameter: in class_dirichlet, the smaller, the more clients differ (default: 1)",
+    ),
     "--clients": ("data.clients", int, "number of clients (default: 10)"),
     "--clients-per-round": ("clients_per_round", int, "clients sampled per round (default: all)"),
     "--net": (
