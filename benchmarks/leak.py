@@ -515,7 +515,7 @@ def prototypes_table(
 
 
 def updates_table(model: Tensors, build: Any, pool: rg.Examples, victims: Sequence[int]) -> list[dict[str, Any]]:
-    head = "update of | classes of the others | class told | false alarms | exact | near | median error | cosine"
+    head = "update of | classes of the others | class found | false alarms | exact | near | median error | cosine"
     print(f"\n| {head} |\n|{'---|' * 8}")
     rows = []
     for update in UPDATES:

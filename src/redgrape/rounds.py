@@ -1,4 +1,4 @@
-"""Federated learning itself, all of it in `rounds`. The caller evaluates, logs, checkpoints and stops."""
+"""Federated learning itself: the function `rounds`. Its caller evaluates, logs, checkpoints and stops."""
 
 from __future__ import annotations
 
@@ -232,7 +232,7 @@ class _Answers:
         """The input of the server half, once all answers are in. TooFewClients or Diverged if too few are accepted."""
         if self._sum is not None:
             return self._received_sum(self._sum, fewest)
-        if not self._exchange.is_noisy:  # epsilon counts on it that no client decides whether others count
+        if not self._exchange.is_noisy:  # epsilon assumes that no client decides whether others count
             measures = {k: self._measures[k] for k in sorted(self._updates)}
             for client, reason in plausible.outliers(measures, self._parts, self._model).items():
                 self._refuse(client, reason)
@@ -293,7 +293,7 @@ def first_state(
     states: ClientStates | None = None,
     declared: Callable[[ClientId], Declared] = lambda _: UNDECLARED,
 ) -> RunState:
-    """The state before the first round. The clients are surveyed for it."""
+    """The state before the first round. For it, the clients are surveyed."""
     if model is None:
         model = site.build().state_dict()
     model = {name: t.detach().cpu().clone().contiguous() for name, t in model.items()}

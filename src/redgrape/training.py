@@ -1,4 +1,4 @@
-"""A method trained on a federation: rounds on an engine, evaluated, and what a caller gets of them."""
+"""Trains a method on a federation: rounds on an engine, their evaluation, and the result."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ class Step:
 
 
 class Training:
-    """A method on a federation. It opens an engine and yields evaluated rounds. `engine` makes another engine than the
-    local ones.
+    """A method on a federation. It opens an engine and yields evaluated rounds. `engine` makes an engine other
+    than the local ones.
 
         with Training(method, federation, build, rounds=10) as training:
             for step in training.steps():

@@ -75,10 +75,10 @@ EXPERIMENT: dict[str, tuple[str, Any, str]] = {
     ),
     "--label": ("data.label", str, "the column of a table that holds the classes"),
     "--site": ("data.site", str, "the column of a table that names each row's site"),
-    "--test": ("data.test", str, "the column of a table that says test or train, or a value of one: fold=3"),
-    "--drop": ("data.drop", names, "columns of a table that are no inputs: id,name"),
+    "--test": ("data.test", str, "the column of a table that says test or train, or a value of a column: fold=3"),
+    "--drop": ("data.drop", names, "columns of a table that are not inputs: id,name"),
     "--imbalance": ("data.imbalance", str, "exponential (default), binary or natural (default for your own data)"),
-    "--ir": ("data.ir", float, "imbalance ratio (default: 50)"),
+    "--ir": ("data.ir", float, "imbalance ratio: largest class over smallest (default: 50)"),
     "--tail": (
         "data.tail_classes",
         names,
@@ -87,12 +87,21 @@ EXPERIMENT: dict[str, tuple[str, Any, str]] = {
     "--partition": (
         "data.partition",
         str,
-        "class_dirichlet (default), prior_dirichlet, creff, iid, client_lt, like:MATRIX, natural or file.py:function",
+        "class_dirichlet (default), prior_dirichlet, creff, iid, client_lt, like:MATRIX, natural (the data's sites) or "
+        "file.py:function",
     ),
-    "--alpha": ("data.alpha", float, "Dirichlet parameter: small is heterogeneous (default: 1)"),
+    "--alpha": (
+        "data.alpha",
+        float,
+        "Dirichlet parameter: in class_dirichlet, the smaller, the more clients differ (default: 1)",
+    ),
     "--clients": ("data.clients", int, "number of clients (default: 10)"),
     "--clients-per-round": ("clients_per_round", int, "clients sampled per round (default: all)"),
-    "--net": ("net.name", str, "cnn (default), resnet8, ..., mlp, linear, efficientnet_lite0 or file.py:function"),
+    "--net": (
+        "net.name",
+        str,
+        "cnn (default), mlp (default for tables), resnet8, ..., linear, efficientnet_lite0 or file.py:function",
+    ),
     "--rounds": ("rounds", int, "communication rounds (default: 20)"),
     "--keep": ("keep", str, "the round whose model is kept: last, or best by validation (see data.validation)"),
     "--patience": ("patience", int, "stop after this many rounds without a better validation result"),
@@ -150,7 +159,7 @@ def add_suite(command: argparse.ArgumentParser) -> None:
         "--side-by-side",
         type=positive,
         metavar="N",
-        help="run N cells at once, sharing the workers (default: as many as have a worker for each of their clients)",
+        help="run N cells at once, sharing the workers (default: as many as can have a worker per client)",
     )
 
 
@@ -176,7 +185,7 @@ def add_calibration(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--shares",
         choices=["training", "validation"],
-        help="calibrate for these class shares (default: training, or validation if the imbalance was made)",
+        help="calibrate for these class shares (default: training, or validation if the imbalance is artificial)",
     )
     command.add_argument("--data-root", type=path, metavar="DIR", help="folder with the data files of the run")
 
@@ -193,7 +202,7 @@ def add_execution(command: argparse.ArgumentParser) -> None:
         "--precision",
         default="float32",
         choices=["float32", "bfloat16"],
-        help="bfloat16: the encoder multiplies in it, which a GPU does faster (changes results; default: float32)",
+        help="bfloat16: the encoder multiplies in bfloat16, faster on a GPU (changes results; default: float32)",
     )
     group.add_argument(
         "--stack",

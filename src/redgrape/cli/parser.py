@@ -122,7 +122,7 @@ def _add_training(add: Add) -> None:
     command.add_argument("--export", type=flags.path, metavar="DIR", help="also write the model to this folder")
     flags.add_execution(command)
 
-    command = add("adjust", "training", "give the model of a finished run another head, in one round")
+    command = add("adjust", "training", "give the model of a finished run another classifier, in one round")
     command.add_argument("run", type=flags.path, help="the run folder")
     command.add_argument("method", metavar="METHOD", help=f"the method, with its settings: {WITHOUT_TRAINING}:rho=0.5")
     flags.add_config(command, "rounds=2")
@@ -252,7 +252,7 @@ def _add_data(add: Add, commands: Any) -> None:
     command.add_argument("--net", default="efficientnet_lite0", metavar="NAME", help="the encoder (efficientnet_lite0)")
     command.add_argument("--weights", metavar="FILE", help="safetensors file with the weights of the encoder")
     command.add_argument(
-        "--size", type=flags.positive, metavar="N", help="side of the encoder's images (own, 64 to 224)"
+        "--size", type=flags.positive, metavar="N", help="side of the encoder's images (default: own, 64 to 224)"
     )
     command.add_argument("--image-size", type=flags.positive, metavar="N", help="resize images in folders to N by N")
     command.add_argument("--data-root", type=flags.path, metavar="DIR", help="folder with the data files and the cache")
@@ -313,7 +313,7 @@ def _add_deployment(commands: Any) -> None:
         "--test", type=flags.path, metavar="DATA", help="a test set at the server (default: sites evaluate)"
     )
     command.add_argument(
-        "--like", type=flags.path, metavar="DATA", help="sample data with all classes, to read classes and shape from"
+        "--like", type=flags.path, metavar="DATA", help="sample data that has all classes; sets classes and shape"
     )
     command.add_argument("--classes", metavar="A,B,C", help="the class names, or their number (numbered from 0)")
     command.add_argument("--shape", type=flags.shape, metavar="1,28,28", help="the shape of an input")
@@ -322,22 +322,22 @@ def _add_deployment(commands: Any) -> None:
     )
     command.add_argument("--image-size", type=flags.positive, metavar="N", help="resize images in folders to N by N")
     command.add_argument("--label", metavar="COLUMN", help="the column of classes, if the sites' data are tables")
-    command.add_argument("--drop", metavar="A,B", help="columns of the tables that are no inputs")
-    command.add_argument("--categorical", metavar="A,B", help="columns of the tables with numbers that are names")
+    command.add_argument("--drop", metavar="A,B", help="columns of the tables that are not inputs")
+    command.add_argument("--categorical", metavar="A,B", help="columns of the tables whose numbers are codes")
     command.add_argument("--tail", metavar="A,B", help="classes to report as the tail")
     command.add_argument(
         "--min-count",
         type=flags.positive,
         default=8,
         metavar="N",
-        help="sites report only classes with N examples or more (8)",
+        help="sites report only classes with at least N examples (8)",
     )
     command.add_argument(
         "--min-clients",
         type=flags.positive,
         default=3,
         metavar="N",
-        help="re-balance only classes that N sites hold (3)",
+        help="re-balance or release only classes that at least N sites hold (3)",
     )
     command.add_argument(
         "--secure-aggregation",

@@ -61,8 +61,8 @@ class DataOptions(Strict):
     test: str | None = Field(
         None, description="the column of a table that says test or train, or a value of one, as in fold=3"
     )
-    drop: Names = Field((), description="columns of a table that are no inputs, such as numbers of patients")
-    categorical: Names = Field((), description="columns of a table with numbers that are names, such as codes")
+    drop: Names = Field((), description="columns of a table that are not inputs, such as patient numbers")
+    categorical: Names = Field((), description="columns of a table whose numbers are codes, not quantities")
     image_size: int | None = Field(
         None, ge=1, le=LARGEST_SIDE, description="resize a folder's images to squares with this side, in pixels"
     )

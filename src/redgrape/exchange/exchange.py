@@ -61,7 +61,7 @@ class Exchange(Strict):
     )
     min_count: int = Field(1, ge=1, le=10**9, description="a client reports a class with at least this many examples")
     min_clients: int = Field(
-        1, ge=1, le=10**6, description="the server releases a class that this many clients report; else its last stays"
+        1, ge=1, le=10**6, description="the server releases a class only if this many clients report it"
     )
     class_clip: float | None = Field(
         None, gt=0, le=LARGEST, description="longest row of a class that a client reports, all its tensors together"

@@ -43,8 +43,8 @@ class Sum:
     """Tensors that are added up in float64. `running`: they are the change of a sum that the client keeps track of, so
     they must be added as sent. `instead`: what to choose where that is refused. `counted`: the name of its tensor that
     counts the examples of each class; the others are then sums over these examples, as long as the data makes them.
-    `min_holders`: classes count alike in it, so that one example can show; a class that fewer clients hold is not in
-    it."""
+    `min_holders`: classes have equal weight in the sum, so one example can show; a class that fewer clients hold is
+    left out."""
 
     like: Tensors
     running: bool = False
@@ -87,7 +87,7 @@ class Weight:
 class ClassRows:
     """A row like `like` for each class that the client reports. `gradient`: the row is the mean gradient of the
     cross-entropy of the class's examples, and must look like one. `signed`: its features are never negative.
-    `drawn`: the row is of this many examples of a class that has more, and not of all."""
+    `drawn`: if a class has more examples than this, the row is of this many of them."""
 
     like: Tensors
     weights: Literal["uniform", "count"] = "uniform"
@@ -125,17 +125,18 @@ def class_rows(parts: Mapping[str, Part]) -> dict[str, ClassRows]:
 
 
 def class_sums(parts: Mapping[str, Part]) -> list[str]:
-    """The sums over the examples of each class. Of a single client they are like rows of its classes."""
+    """The sums over the examples of each class. From a single client, they disclose as much as rows of its classes."""
     return [name for name, part in parts.items() if isinstance(part, Sum) and part.counted]
 
 
 def of_data(parts: Mapping[str, Part]) -> list[str]:
-    """The parts that tell of a client's classes, the same in every round: which it holds, and how many examples."""
+    """The parts that say the same about a client's classes in every round: which it holds, and how many examples."""
     return [*class_sums(parts), *class_rows(parts), *(n for n, part in parts.items() if isinstance(part, Weight))]
 
 
 def balanced_sums(parts: Mapping[str, Part]) -> dict[str, int]:
-    """The sums in which classes count alike, whatever their examples, and how many clients must hold a class."""
+    """The sums in which classes have equal weight, however many examples they have, and how many clients must hold a
+    class."""
     sums = {name: part.min_holders for name, part in parts.items() if isinstance(part, Sum)}
     return {name: least for name, least in sums.items() if least is not None}
 

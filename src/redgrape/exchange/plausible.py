@@ -90,7 +90,7 @@ def check_variance(name: str, new: Tensor, old: Tensor, left: float) -> None:
     """Raise UpdateRejected if a running variance is below the share `left` that must remain of the old one."""
     if (new.double() < 0.999 * left * old.double() - _NOTHING).any():
         raise UpdateRejected(
-            f"tensor '{name}' is below {left:.3g} times the variance sent, which its steps leave of it"
+            f"tensor '{name}' is below {left:.3g} times the variance sent, the least that its steps can leave"
         )
 
 

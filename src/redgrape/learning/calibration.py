@@ -24,7 +24,7 @@ from torch.nn import functional
 from redgrape.learning.sums import DENSE
 
 UP_TO_10 = torch.logspace(-1, 1, 241, dtype=torch.float64)  # from 1/10; the one in the middle is 1
-TEMPERATURES = torch.cat([UP_TO_10, 10 * UP_TO_10[121:]])  # up to 100: a head fitted to few examples is far too sure
+TEMPERATURES = torch.cat([UP_TO_10, 10 * UP_TO_10[121:]])  # up to 100: a head fitted to few examples is overconfident
 OFFSETS = torch.arange(-200, 201, dtype=torch.float64) / 20  # candidates for -log t_c, up to a constant
 PASSES = 5
 
@@ -72,7 +72,7 @@ def fit_what_gains(batches: Callable[[], Batches], class_weights: Tensor) -> Cal
 
 def gains(batches: Callable[[], Batches], class_weights: Tensor) -> tuple[bool, bool]:
     """Whether a temperature that is chosen on half of the examples lowers the cross-entropy of the other half, both
-    ways, and whether thresholds raise its macro F1. On few examples they fit noise, and do not."""
+    ways, and whether thresholds raise its macro F1. On few examples they fit noise, and fail this test."""
     C = len(class_weights)
     loss = torch.zeros(2, dtype=torch.float64)  # without and with a temperature
     held, right, predicted = (torch.zeros(2, C, dtype=torch.float64) for _ in range(3))  # without and with thresholds
@@ -116,8 +116,8 @@ def best_temperature(summed: Tensor) -> float:
 
 
 def step_sums(z: Tensor, y: Tensor, c: int, offsets: Tensor, class_weights: Tensor) -> Tensor:
-    """What a batch adds up to choose the offset of class c, with those of the others fixed: histograms of the lowest
-    offset at which class c is chosen.
+    """The sums over a batch for choosing the offset of class c, with those of the others fixed: histograms of the
+    lowest offset at which class c is chosen.
 
     [0, j]  of the examples for which class j is chosen below it
     [1, j]  of those among them whose label is j

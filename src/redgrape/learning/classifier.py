@@ -116,7 +116,7 @@ def encoded(
 def gradient_rows(
     model: Tensors, site: Site, weights: Literal["uniform", "count"] = "uniform", drawn: int | None = None
 ) -> ClassRows:
-    """The part of an update with the classifier's class gradients; `drawn`: of so many examples of a class."""
+    """The part of an update with the classifier's class gradients; `drawn`: of this many examples of a class."""
     signed = never_negative(site.load(model).encoder)
     return ClassRows(of(model), weights, gradient=True, signed=signed, drawn=drawn)
 
@@ -132,7 +132,7 @@ def with_W(model: Tensors, W: Tensors) -> Tensors:
 
 
 def beneath_head(server: Tree) -> Tree:
-    """The server state with the classifier that training goes on with, where the deployed model has another head."""
+    """The server state with the classifier that training continues with, if the deployed model has another head."""
     return {**server, "model": with_W(server["model"], server["beneath"])}
 
 
@@ -144,7 +144,7 @@ def fresh_classifier(like: Tensors, random: torch.Generator) -> Tensors:
 
 
 def equiangular(C: int, d: int, random: torch.Generator) -> Tensor:
-    """A simplex equiangular tight frame: C unit vectors in R^d, the columns, of which any two have the cosine
+    """A simplex equiangular tight frame: C unit vectors in R^d, the columns. Any two have the cosine
     -1 / (C - 1). It needs d >= C."""
     Q = torch.linalg.qr(torch.empty(d, C, dtype=torch.float64).normal_(generator=random))[0]
     E: Tensor = math.sqrt(C / (C - 1)) * (Q - Q.mean(dim=1, keepdim=True))

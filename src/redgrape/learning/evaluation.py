@@ -17,7 +17,7 @@ from redgrape.tree import Tensors, Tree
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-Z = 1.959964  # 95 % of a normal distribution lie within so many deviations
+Z = 1.959964  # 95 % of a normal distribution lie within this many deviations
 BY_SITE = ("accuracy", "balanced", "macro_f1", "head", "middle", "tail")
 
 
@@ -95,7 +95,7 @@ class Scores:
         }
 
     def shared(self) -> Tensors:
-        """What a site tells of its evaluation: sums that have the same shapes at all sites."""
+        """What a site sends of its evaluation: sums that have the same shapes at all sites."""
         known = {
             "confusion": self.confusion,
             "classes": torch.stack([self.tested, self.right, self.predicted]),
@@ -114,7 +114,7 @@ class Scores:
 
 
 def shared_shapes(C: int) -> dict[str, tuple[int, ...]]:
-    """The shapes of the counts that a site tells. With many classes, there are three numbers of each class instead of a
+    """The shapes of the counts that a site sends. With many classes, there are three numbers of each class instead of a
     confusion matrix."""
     top: dict[str, tuple[int, ...]] = {"top": (C,)} if C >= MANY else {}
     return ({"confusion": (C, C)} if C <= sums.DENSE else {"classes": (3, C)}) | top
@@ -155,7 +155,7 @@ def worst_sites(rows: Sequence[dict[str, Any]], enough: int) -> dict[str, dict[s
 
 
 def of_shared(parts: Sequence[Tree]) -> Scores:
-    """The scores of all examples from what sites tell of theirs."""
+    """The scores of all examples from what the sites send of theirs."""
     total = {name: torch.stack([part[name] for part in parts]).sum(dim=0) for name in parts[0] if name != "loss"}
     loss, top = sum(float(part["loss"]) for part in parts), total.get("top")
     if "confusion" in total:
@@ -270,11 +270,11 @@ def _known(values: Tensor, within: Tensor, known: Tensor) -> list[tuple[float | 
 
 
 def intervals(scores: Scores, groups: Groups) -> dict[str, list[float]]:
-    """95 % intervals over the test examples, which have a width at 0 and 100 % too.
+    """95 % intervals over the test examples. At 0 and 100 % they have a width too.
 
     share        (p + z^2 / 2n -+ z sqrt(p (1 - p) / n + z^2 / 4n^2)) / (1 + z^2 / n)  (Wilson's score interval)
     mean over C  m - sqrt(sum_c (v_c - low_c)^2) / C to m + sqrt(sum_c (high_c - v_c)^2) / C, from those of the classes
-    macro F1     so too, as F1 = 2 J / (1 + J) and J = TP / (TP + FP + FN) is a share. A mistake is in the F1 of two
+    macro F1     likewise, as F1 = 2 J / (1 + J) and J = TP / (TP + FP + FN) is a share. A mistake is in the F1 of two
                  classes. That doubles the variance at most, and here it is doubled
     """
     every, has = range(len(scores.tested)), scores.tested > 0

@@ -49,7 +49,7 @@ _KEEPING = (nn.Dropout, nn.Flatten, nn.Identity, nn.MaxPool2d, nn.AvgPool2d, nn.
 
 
 def never_negative(encoder: nn.Module) -> bool:
-    """Whether features are known never to be below zero: the encoder ends in a ReLU or the like, or in a module with an
+    """Whether features are known to be never negative: the encoder ends in a ReLU or the like, or in a module with an
     attribute of this name, and nothing after it can change a sign."""
     for module in reversed(_in_order(encoder)):
         if type(module) in _ABOVE or getattr(module, "never_negative", False) is True:

@@ -1,4 +1,4 @@
-"""What class counts do to the logits of a training loss: a number for each class, to add or to multiply by.
+"""Numbers from class counts, one for each class, that a training loss adds to the logits or multiplies them by.
 
 These functions take counts n_c of examples, of a client or of all clients, and return float64.
 """

@@ -147,11 +147,11 @@ class Counts:
         return {"class_counts": site.class_counts} if self.source == "global" else {}
 
     def first(self, site: ServerSite) -> Tree:
-        """What the server's first state has of it."""
+        """Its part of the server's first state."""
         return {"class_counts": site.survey["class_counts"]} if self.source == "global" else {}
 
     def kept(self, server: Tree) -> Tree:
-        """What the server's next state, and the broadcast, have of it."""
+        """Its part of the server's next state, and of the broadcast."""
         return {"class_counts": server["class_counts"]} if self.source == "global" else {}
 
     def of(self, broadcast: Tree, site: ClientSite) -> Tensor:

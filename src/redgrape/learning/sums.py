@@ -1,4 +1,4 @@
-"""What an evaluation adds up, batch by batch. Nothing here is as large as C x C for a single batch."""
+"""The sums of an evaluation, batch by batch. Nothing here is as large as C x C for a single batch."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def score_bins(C: int) -> int:
 
 
 def of_scores(z: Tensor, y: Tensor) -> Tensors:
-    """What calibration and ranking add up for a batch of logits; every entry may be added over batches and sites.
+    """The sums over a batch of logits for calibration and ranking; every entry may be added over batches and sites.
 
     brier     sum_i sum_c (p_ic - [c = y_i])^2
     held      in each of 15 bins of max p, ((b-1)/15, b/15]: the number of examples

@@ -8,7 +8,7 @@ checks it again before it answers, by its own site.toml.
     min_count             no site sends a gradient of a class with fewer examples, or how many there are. If this is
                           above 1, no gradient may be solvable for the examples behind it. The update of the model
                           itself may still disclose such a class
-    min_clients           no class is released that fewer sites report, or hold
+    min_clients           no class is released if fewer sites report or hold it
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def why_refused(experiment: Experiment, options: DeployOptions | SiteOptions) ->
 
 def sums_must_be_whole(experiment: Experiment, options: DeployOptions | SiteOptions) -> bool:
     """Whether a secure sum of updates must be over all sites: a sum with a site, and one without it, would give what
-    the site tells of its data in every round."""
+    the site sends about its data in every round."""
     return bool(of_data(crossing(experiment, options)[0]))
 
 

@@ -148,7 +148,7 @@ class FlowerEngine(Engine):
         return None
 
     def _checked_sums(self, sent: Tree, tests: int | None = None) -> Tree:
-        """What a site tells of its evaluation, else UpdateRejected. `tests`: on how many examples it evaluates, where
+        """What a site sends of its evaluation, else UpdateRejected. `tests`: on how many examples it evaluates, where
         that is known."""
         shapes = evaluation.shared_shapes(self._half.federation.num_classes)
         for name, shape in shapes.items():

@@ -1,4 +1,4 @@
-"""From a party's own examples to what clients train on: the features of a pretrained encoder, or scaled columns.
+"""Turns a party's own examples into what clients train on: the features of a pretrained encoder, or scaled columns.
 
 The columns of a table are scaled by sums over all sites, which are exact: single sites and secure sums give the same
 bits. No test row is in them.
@@ -50,7 +50,7 @@ def _numbers(columns: Columns) -> list[tuple[Column, int]]:
 
 
 def sums(columns: Columns, examples: Examples) -> Tensors:
-    """What a site tells of its training rows: for each column of numbers how many are known, their sum, and that of
+    """What a site sends of its training rows: for each column of numbers how many are known, their sum, and that of
     their squares."""
     rows = torch.arange(len(examples))
     x = examples.inputs(rows, torch.float64).numpy()
@@ -74,7 +74,7 @@ def checked(sent: Tree, columns: Columns) -> Tensors:
     totals, squares = (fixed_point.of_exact(made[name]) for name in ("totals", "squares"))
     for n, total, square in zip(made["known"].tolist(), totals, squares, strict=True):
         if not 0 <= n <= MOST_EXAMPLES or abs(total) > 2 * n * LARGEST or not 0 <= square <= 2 * n * LARGEST**2:
-            raise UpdateRejected("its sums over the columns of its table are not possible")
+            raise UpdateRejected("its sums over the columns of its table are impossible")
     return made
 
 

@@ -1,8 +1,8 @@
 """What an experiment needs besides redgrape: a user's own code, and the weights of a pretrained encoder.
 
 Neither travels. A site has its own copy of each file in its folder `files`. It runs a file only if its site.toml allows
-this name with this SHA-256. Questions name files without folders, and what SHA-256 the server's copy has. A site
-compares all of it before it loads anything.
+this name with this SHA-256. Questions name files without folders, with the SHA-256 of the server's copy. A site
+compares all of this before it loads anything.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Sums over sites, of which the server learns only the sum: Flower's SecAgg+.
+"""Secure sums: the server learns only the sum over the sites. The protocol is Flower's SecAgg+.
 
 Bell et al., "Secure Single-Server Aggregation with (Poly)Logarithmic Overhead", CCS 2020,
 https://eprint.iacr.org/2020/704, with every site a neighbour of every other. Only this module uses Flower's secure

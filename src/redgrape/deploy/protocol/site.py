@@ -1,6 +1,6 @@
-"""A site's answers to the server's questions (messages.py). Its examples and its state stay here. The answers hold all
-that leaves: a survey; an update, before which the new state is saved here; the counts of an evaluation, of classes with
-at least min_count examples. A site with secure_aggregation gives these three only as parts of secure sums.
+"""A site's answers to the server's questions (messages.py). Its examples and its state stay here. Only answers leave: a
+survey; an update, once the new state is saved here; the counts of an evaluation, of classes with at least min_count
+examples. A site with secure_aggregation gives these three only as parts of secure sums.
 """
 
 from __future__ import annotations
@@ -211,8 +211,8 @@ class DeployedSite:
         return answer, self._sums[2].answer(stage, parts, numbers)
 
     def _is_whole(self, question: SumQuestion) -> bool:
-        """Whether no site may be missing in this sum. Columns, a survey and an evaluation are the same again, whoever
-        is missing. NotAllowed and StateMissing come here, before anybody computes."""
+        """Whether no site may be missing in this sum. Columns, a survey and an evaluation are the same whenever they
+        are asked. NotAllowed and StateMissing come here, before anybody computes."""
         added = question.added()
         if isinstance(added, ColumnsQuestion):
             self._experiment(added)
@@ -286,7 +286,7 @@ class DeployedSite:
 
 
 def _for_the_server(error: Exception) -> str:
-    """The words about a failure that leave the site. If the server's question is wrong, it gets the whole message. Of
+    """What leaves the site about a failure. If the server's question is wrong, it gets the whole message. Of
     other failures it gets only the kind: their messages may name paths or the content of files. The log has them."""
     words = " ".join(str(error).split())
     if isinstance(error, ConfigError | NotUnderstood) or (isinstance(error, RedgrapeError) and os.sep not in words):

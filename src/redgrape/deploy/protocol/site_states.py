@@ -12,10 +12,11 @@ all later rounds. This is how they stay together:
     3  The next question names that round and key. The site starts from exactly this state, or says that it does not
        have it.
 
-So a state counts only if its update does, whoever is killed and when. A site that sent nothing, or whose sum failed,
-is asked to start from the state before. A server that returns to a checkpoint names the states of that checkpoint,
-which the site still has. A site may have lost its states, or have those of an older backup, or of another attempt at
-the same round. Then it does not have the key, and training starts all client states anew (`Method.sums_of_states`).
+So a state counts only if its update does, whichever process is killed, and when. A site that sent nothing, or whose sum
+failed, is asked to start from the state before. A server that returns to a checkpoint names the states of that
+checkpoint, which the site still has. A site may have lost its states, or have those of an older backup, or of another
+attempt at the same round. Then it does not have the key, and training starts all client states anew
+(`Method.sums_of_states`).
 
 The key is random and not a hash: by a hash the server could test guesses about the state.
 """
