@@ -148,7 +148,7 @@ def test_a_palette_with_transparency_prints_no_warning(tmp_path: Path, recwarn: 
 
 
 def test_a_photo_taken_with_the_camera_turned_is_turned_back(tmp_path: Path) -> None:
-    """Orientation 6 of EXIF: the first row of the file is the right side of the scene. So bright comes out above."""
+    """Orientation 6 of EXIF: the first column of the file is the top of the scene. So bright comes out above."""
     exif = Image.Exif()
     exif[0x0112] = 6
     bright_at_left = np.repeat([250, 0], 8).astype(np.uint8)[None].repeat(8, 0)
